@@ -1,0 +1,60 @@
+"""Shared types and the one axis legend. Imports nothing of ours.
+
+Axes, in docstrings and einsums:
+    B batch   L length   D d_model   E d_inner   V vocabulary   H heads
+    P headdim   G groups sharing B and C   N d_state   K d_conv   Q chunk_size
+    R adapter rank   M micro-batches (gradient accumulation)
+An upper-case *name* is the symbol of the state-space papers (A, B, C, D).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+Params = Mapping[str, Any]
+Array = jax.Array | np.ndarray
+
+
+class Batch(NamedTuple):
+    """Packed windows; every field is (B, L), or (M, B, L) with accumulation.
+
+    tokens: int32. Inputs; 0 where padded.
+    targets: int32. The next token of the same document; 0 where there is none.
+    loss_weights: float32. 0 on prompts, padding and last tokens of documents.
+    segment_ids: int32. 1, 2, ... per document in the window; 0 is padding.
+    positions: int32. Restart at 0 with every document.
+    source_ids: int32. Category of the document; index into the plan's categories.
+    """
+
+    tokens: Array
+    targets: Array
+    loss_weights: Array
+    segment_ids: Array
+    positions: Array
+    source_ids: Array
+
+
+class Features(NamedTuple):
+    """What the head sees: logits are `hidden @ head`, never formed by the model.
+
+    hidden: (B, L, D), after the final norm and, for a ternary head, quantised.
+    head: (D, V), the effective (for a ternary head: quantised) weight.
+    """
+
+    hidden: jax.Array
+    head: jax.Array
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; see `bitmamba.io.tokenizer`."""
+
+    vocab_size: int
+    pad_id: int
+    eot_id: int
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
