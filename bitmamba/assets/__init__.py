@@ -1,0 +1,1 @@
+"""Bundled base model, tokenizer, examples and replay text; README.md has origins."""
