@@ -1,0 +1,1 @@
+"""Depthwise causal convolution along the sequence."""

@@ -1,0 +1,1 @@
+"""Structured state-space dual scan."""
