@@ -3,7 +3,7 @@
 import collections
 import re
 
-from bitmamba.assets.sources import UNWELCOME, sentences, stable_hash, tidy
+from bitmamba.assets.sources import SENSITIVE, sentences, stable_hash, tidy
 
 MAX_ANSWER_CHARS = 360
 
@@ -148,7 +148,7 @@ def sft_chatterbot(conversations: dict[str, list]) -> list[dict]:
             if isinstance(turns, list) and len(turns) == 2:
                 prompt, answer = (tidy(str(turn)) for turn in turns)
                 pairs.setdefault(prompt.rstrip("?. "), (prompt, answer))
-        clean = [p for p in pairs.values() if not UNWELCOME.search(" ".join(p))]
+        clean = [p for p in pairs.values() if not SENSITIVE.search(" ".join(p))]
         clean = [p for p in clean if not DOUBTFUL.search(p[0].lower())]
         clean = [p for p in clean if 12 <= len(p[0]) <= 160 and 2 <= len(p[1]) <= 200]
         clean.sort(key=lambda p: stable_hash("sft/" + p[0]))
