@@ -7,14 +7,17 @@ Axes, in docstrings and einsums:
 An upper-case *name* is the symbol of the state-space papers (A, B, C, D).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-import jax
-import numpy as np
+if TYPE_CHECKING:  # reading data must not wait for JAX to load
+    import jax
+    import numpy as np
 
-Params = Mapping[str, Any]
-Array = jax.Array | np.ndarray
+Params: TypeAlias = Mapping[str, Any]
+Array: TypeAlias = "jax.Array | np.ndarray"
 
 
 class Batch(NamedTuple):
