@@ -1,0 +1,1 @@
+"""Files: checkpoints, tokenizers and metrics. Orbax is imported here only."""

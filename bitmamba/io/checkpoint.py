@@ -1,0 +1,282 @@
+"""Checkpoints: asynchronous saves, and a restore that proves what it returns.
+
+A checkpoint directory holds step folders (Orbax items `trainable`, `opt_state` and
+`meta`) and, when something is frozen, `frozen-<digest>` with those parameters, saved
+once; the directory is self-contained. `README.md` here states the format.
+"""
+
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from absl import logging
+
+from bitmamba.io import digests, load, meta, steps, store
+from bitmamba.io.fingerprints import check_fingerprints
+from bitmamba.io.load import load_params
+
+__all__ = ["Checkpointer", "Restored", "check_fingerprints", "load_params"]
+
+_SPARE_BYTES = 1 << 20  # for metadata, beside the arrays
+
+
+class Restored(NamedTuple):
+    """A verified step, placed like the targets; `frozen` is {} when none was asked."""
+
+    step: int
+    trainable: Any
+    opt_state: Any
+    frozen: Any
+    meta: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves steps in the background and restores the newest whole one.
+
+    Saving never raises for a full or broken disk: training goes on, `poll` tells in
+    one line, and `close` raises if the last save failed. It holds threads: close it.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int,
+        fingerprints: Mapping[str, Any],
+        config: Mapping[str, Any],
+    ):
+        """Open a directory, making it if needed, and clean up after a killed save.
+
+        Args:
+            directory: of the checkpoints, usually `<workdir>/checkpoints`.
+            keep: complete steps that stay; the disk needs room for one more.
+            fingerprints: see `check_fingerprints`; compared on every restore.
+            config: the resolved configuration, stored in every step.
+        """
+        self._directory = Path(directory).absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._keep = keep
+        self._fingerprints = fingerprints
+        self._config = config
+        for line in steps.tidy(self._directory):
+            logging.info("checkpoint: %s", line)
+        self._writer = store.make_writer()
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[None]] | None = None
+        self._problems: list[str] = []
+        self._last_failure: str | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        trainable: Any,
+        opt_state: Any,
+        frozen_digests: Mapping[str, str],
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Start to save a step; arrays are copied before this returns.
+
+        Saving a step that exists replaces it once the new one is complete; later
+        steps, left from before a rollback, are then removed.
+
+        Args:
+            step: optimiser updates done.
+            trainable, opt_state: pytrees of arrays.
+            frozen_digests: from `save_frozen`; {} when nothing is frozen.
+            extra: run counters, JSON-able.
+        """
+        self._collect()
+        items = {"trainable": trainable, "opt_state": opt_state}
+        record = meta.make_meta(
+            step=step,
+            config=self._config,
+            fingerprints=self._fingerprints,
+            leaf_digests={k: digests.tree_digests(v) for k, v in items.items()},
+            frozen_digests=frozen_digests,
+            extra=extra,
+        )
+        if no_room := self._no_room(items):
+            self._fail(step, no_room)
+            return
+        folder = self._directory / str(step)
+        try:
+            steps.tidy(self._directory)
+            steps.set_aside(folder)
+            store.start_write(self._writer, folder, meta=record, **items)
+        except Exception as error:  # Orbax raises many kinds; all mean "not saved"
+            self._fail(step, load.one_line(error))
+            return
+        self._pending = (step, self._waiter.submit(self._writer.wait_until_finished))
+
+    def save_frozen(self, frozen: Any) -> dict[str, str]:
+        """Save frozen parameters, unless the same ones lie there whole; blocks.
+
+        Args:
+            frozen: dicts of arrays that training will not change; may be empty.
+
+        Returns:
+            Their digests, for `save`.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        table = digests.tree_digests(frozen)
+        if not table:
+            return {}
+        folder = self._directory / meta.frozen_folder(table)
+        if folder.exists():
+            _, reason = load.read_whole(folder / "params", table)
+            if reason is None:
+                return table
+            logging.warning("checkpoint: %s: %s; saved again", folder, reason)
+            steps.quarantine(folder)
+        self._collect()
+        try:
+            store.start_write(self._writer, folder, params=frozen)
+            self._writer.wait_until_finished()
+        except Exception as error:  # Orbax raises many kinds; all mean "not saved"
+            steps.tidy(self._directory)
+            reason = load.one_line(error)
+            raise OSError(f"checkpoint: {folder}: not saved: {reason}") from None
+        return table
+
+    def poll(self) -> str | None:
+        """What went wrong since the last call, in one line; None if nothing.
+
+        Cheap; call it every step, so that a failed save is told at once.
+        """
+        if self._pending and self._pending[1].done():
+            self._collect()
+        problems, self._problems = self._problems, []
+        return "; ".join(problems) or None
+
+    def wait(self) -> str | None:
+        """Wait for a save in progress, then as `poll`."""
+        self._collect()
+        return self.poll()
+
+    def close(self) -> None:
+        """Wait for a save in progress and release the threads.
+
+        Raises:
+            OSError: the last save failed; the message names the last good step.
+        """
+        self._collect()
+        self._waiter.shutdown()
+        self._writer.close()
+        if self._last_failure:
+            raise OSError(self._last_failure)
+
+    def last_good(self) -> int | None:
+        """The newest complete step on disk, from the folder, not from memory."""
+        return next(iter(steps.step_folders(self._directory)), None)
+
+    def restore_latest(
+        self, target_trainable: Any, target_opt_state: Any, target_frozen: Any = None
+    ) -> Restored | None:
+        """The newest step that is whole, or None when there is none at all.
+
+        Each step is verified by its digests; a damaged one is set aside as
+        `<step>.damaged` with one warning line, and the next older is tried. Nothing
+        is cast: paths, shapes and dtypes must be those of the targets.
+
+        Args:
+            target_trainable, target_opt_state: trees of arrays or of
+                `jax.ShapeDtypeStruct`s; results are placed by their shardings.
+            target_frozen: likewise; None restores no frozen parameters.
+
+        Raises:
+            ValueError: a fingerprint, shape, dtype or path differs from the saved
+                one; or steps exist, but every one is damaged.
+        """
+        self._collect()
+        targets = {"trainable": target_trainable, "opt_state": target_opt_state}
+        for step, folder in steps.step_folders(self._directory).items():
+            try:
+                record = meta.read_meta(folder)
+            except NotImplementedError:
+                raise
+            except Exception as error:  # damage shows as almost any error
+                self._set_aside(step, folder, load.one_line(error))
+                continue
+            where = f"checkpoint {folder}"
+            check_fingerprints(record["fingerprints"], self._fingerprints, where=where)
+            for name, target in targets.items():
+                load.check_target(target, record["digests"][name], f"{where}: {name}")
+            found = {
+                name: load.read_whole(folder / name, record["digests"][name])
+                for name in targets
+            }
+            if reasons := [f"{k}: {why}" for k, (_, why) in found.items() if why]:
+                self._set_aside(step, folder, reasons[0])
+                continue
+            placed = {
+                k: load.place(found[k][0], target) for k, target in targets.items()
+            }
+            frozen = self._restore_frozen(record, target_frozen)
+            return Restored(step, frozen=frozen, meta=record, **placed)
+        if damaged := steps.damaged_folders(self._directory):
+            raise ValueError(
+                f"checkpoint {self._directory}: {len(damaged)} damaged steps and no "
+                "whole one; expected at least one whole step to resume from; remove "
+                "the folder to start anew"
+            )
+        return None
+
+    def _restore_frozen(self, record: dict[str, Any], target: Any) -> Any:
+        if target is None:
+            return {}
+        table = record["frozen"]["digests"]
+        where = f"checkpoint {self._directory}: frozen"
+        load.check_target(target, table, where)
+        return load.place(load.read_frozen(self._directory, record), target)
+
+    def _set_aside(self, step: int, folder: Path, reason: str) -> None:
+        moved = steps.quarantine(folder)
+        older = self.last_good()
+        then = "no older step" if older is None else f"trying step {older}"
+        logging.warning(
+            "checkpoint step %d: %s; set aside as %s; %s",
+            step,
+            reason,
+            moved.name,
+            then,
+        )
+
+    def _collect(self) -> None:
+        """Wait for the save in progress and draw its consequences."""
+        if not self._pending:
+            return
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except Exception as error:  # Orbax raises many kinds; all mean "not saved"
+            self._fail(step, load.one_line(error))
+            return
+        self._last_failure = None
+        steps.put_back(self._directory / str(step))
+        for line in steps.retire(self._directory, saved=step, keep=self._keep):
+            logging.warning("checkpoint: %s", line)
+
+    def _fail(self, step: int, reason: str) -> None:
+        steps.tidy(self._directory)
+        good = self.last_good()
+        line = f"checkpoint step {step} not saved: {reason}; " + (
+            "no step is saved yet" if good is None else f"last good step: {good}"
+        )
+        self._last_failure = line
+        self._problems.append(line)
+
+    def _no_room(self, items: Mapping[str, Any]) -> str | None:
+        need = sum(map(digests.n_bytes, jax.tree.leaves(items))) + _SPARE_BYTES
+        free = shutil.disk_usage(self._directory).free
+        if free >= need:
+            return None
+        return (
+            f"disk full: {free / 2**20:,.0f} MiB free at {self._directory}; "
+            f"expected at least {need / 2**20:,.0f} MiB; free some space"
+        )
