@@ -138,12 +138,22 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Settings of the parameters whose whole path matches `pattern`; first wins."""
+    """Settings of the parameters whose whole path matches `pattern`; first wins.
+
+    name: of the group in tables and metrics; None is "rule<index>", or "rest" for
+        a rule ".*" ("all" if it is the only one).
+    lr_mult: multiplies the step after the preconditioner.
+    decay: whether `OptimConfig.weight_decay` applies.
+    freeze: not trained at all; no gradient, no optimiser state.
+    optional: may decide for no parameter (a rule for layers this model may lack).
+    """
 
     pattern: str
+    name: str | None = None
     lr_mult: float = 1.0
     decay: bool = True
     freeze: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
