@@ -1,0 +1,94 @@
+"""The optimiser: one chain in a fixed order, per-group rules, and a report.
+
+A new preconditioner is a file and a line in TRANSFORMS.
+"""
+
+from collections.abc import Callable
+
+from bitmamba.config import OptimConfig
+from bitmamba.optim.adafactor import at_floor, scale_by_adafactor
+from bitmamba.optim.adamw import scale_by_adam
+from bitmamba.optim.chain import (
+    Optimizer,
+    Preconditioner,
+    build_optimizer,
+    chain_hints,
+)
+from bitmamba.optim.groups import (
+    GroupRow,
+    Groups,
+    assign_groups,
+    group_table,
+    split_frozen,
+)
+from bitmamba.optim.schedules import Schedule, make_schedule
+from bitmamba.types import Params
+
+__all__ = [
+    "TRANSFORMS",
+    "GroupRow",
+    "Groups",
+    "Optimizer",
+    "Preconditioner",
+    "assign_groups",
+    "chain_hints",
+    "group_table",
+    "make_optimizer",
+    "make_schedule",
+    "split_frozen",
+]
+
+
+def _adafactor(cfg: OptimConfig, schedule: Schedule) -> Preconditioner:
+    def floor(state, params):
+        return at_floor(state, params, cfg=cfg.adafactor)
+
+    return Preconditioner(
+        transform=scale_by_adafactor(cfg.adafactor, schedule=schedule),
+        at_floor=floor if cfg.adafactor.rule == "torch" else None,
+    )
+
+
+def _adamw(cfg: OptimConfig, schedule: Schedule) -> Preconditioner:
+    del schedule
+    return Preconditioner(transform=scale_by_adam(cfg.adamw))
+
+
+TRANSFORMS: dict[str, Callable[[OptimConfig, Schedule], Preconditioner]] = {
+    "adafactor": _adafactor,
+    "adamw": _adamw,
+}
+
+
+def make_optimizer(
+    cfg: OptimConfig, trainable: Params, *, steps: int, clamp_allowed: bool = True
+) -> Optimizer:
+    """The whole optimiser: clamp, norm clip, preconditioner, decay, rules, schedule.
+
+    Args:
+        cfg: everything it depends on.
+        trainable: tree of the parameters that train, or of their shapes; see
+            `split_frozen`. Frozen parameters have no state.
+        steps: updates in the whole run, for the schedule.
+        clamp_allowed: False leaves `cfg.clamp` out (head-only training).
+
+    Returns:
+        Optimizer; `updates, state, report = optimizer.update(grads, state, params)`.
+
+    Raises:
+        ValueError: an unknown name, a parameter without a rule, nothing to train.
+
+    Numerics: gradients become float32 first; states and updates are float32. Adding
+        an update rounds once, to the parameter's dtype.
+    """
+    if cfg.name not in TRANSFORMS:
+        raise ValueError(
+            f"optim.name: got {cfg.name!r}; expected one of {sorted(TRANSFORMS)}"
+        )
+    return build_optimizer(
+        cfg,
+        trainable,
+        make_preconditioner=TRANSFORMS[cfg.name],
+        steps=steps,
+        clamp_allowed=clamp_allowed,
+    )
