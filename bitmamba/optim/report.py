@@ -14,8 +14,6 @@ and over everything: grad_norm, grad_norm_clipped, lr (multiplier 1).
 Gradient norms are in `OptimConfig.norm`, the one that is clipped.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -34,9 +32,9 @@ def update_report(
     grads: Params,
     params: Params,
     updates: Params,
-    raw_norms: Sequence[jax.Array],
-    norms: Sequence[jax.Array],
-    at_floor: Sequence[jax.Array] | None,
+    raw_norms: Params,
+    norms: Params,
+    at_floor: Params | None,
     lr: jax.Array,
     groups: Groups,
     cfg: OptimConfig,
@@ -46,8 +44,9 @@ def update_report(
 
     Args:
         grads, params, updates: trees of the same paths; params before the update.
-        raw_norms, norms: leaf norms of the gradient, before and after the clamp.
-        at_floor: bool array per leaf, or None without a floor.
+        raw_norms, norms: same paths, leaf norms of the gradient before and after
+            the clamp.
+        at_floor: same paths, bool arrays; None without a floor.
         lr: of this update.
         groups, cfg, clamp: as in the chain; clamp None is none.
 
@@ -56,48 +55,40 @@ def update_report(
 
     Numerics: counts are exact (float32 along one axis, then int32).
     """
-    paths = list(flatten(grads))
-    grads, params, updates = (
-        list(flatten(tree).values()) for tree in (grads, params, updates)
+    grads, params, updates, raw_norms, norms = (
+        flatten(tree) for tree in (grads, params, updates, raw_norms, norms)
     )
-    scale = _clip_scale(join_norms(list(norms), norm=cfg.norm), cfg)
-    shares = {"lost_share": [_lost(p, u) for p, u in zip(params, updates, strict=True)]}
+    masks = {"lost_share": {p: _lost(params[p], u) for p, u in updates.items()}}
     if clamp is not None:
-        shares["clamped_share"] = [jnp.abs(g) > clamp for g in grads]
+        masks["clamped_share"] = {p: jnp.abs(g) > clamp for p, g in grads.items()}
     if at_floor is not None:
-        shares["eps_floor_share"] = list(at_floor)
-    report = {
-        "lr": lr,
-        "grad_norm": join_norms(list(raw_norms), norm=cfg.norm),
-        "grad_norm_clipped": join_norms(list(norms), norm=cfg.norm) * scale,
-    }
+        masks["eps_floor_share"] = flatten(at_floor)
+
+    def gradient_norms(paths):
+        before = join_norms([raw_norms[p] for p in paths], norm=cfg.norm)
+        after = join_norms([norms[p] for p in paths], norm=cfg.norm)
+        if cfg.max_norm is not None:
+            factors = clip_factors(total, limit=cfg.max_norm)
+            after = after / factors.divisor * factors.factor
+        return {"grad_norm": before, "grad_norm_clipped": after}
+
+    total = join_norms(norms, norm=cfg.norm)
+    report = {"lr": lr} | gradient_norms(list(grads))
     for i, name in enumerate(groups.names):
-        chosen = [k for k, path in enumerate(paths) if groups.index[path] == i]
-        if not chosen:
+        paths = [p for p in grads if groups.index[p] == i]
+        if not paths:
             continue
-
-        def pick(values, chosen=chosen):
-            return [values[k] for k in chosen]
-
-        update_norm = _l2(pick(updates))
+        update_norm = _l2([updates[p] for p in paths])
+        param_norm = _l2([params[p] for p in paths])
         figures = {
             "lr": lr * groups.rules[i].lr_mult,
-            "grad_norm": join_norms(pick(raw_norms), norm=cfg.norm),
-            "grad_norm_clipped": join_norms(pick(norms), norm=cfg.norm) * scale,
+            **gradient_norms(paths),
             "update_norm": update_norm,
-            "update_ratio": update_norm / jnp.maximum(_l2(pick(params)), _NO_NORM),
+            "update_ratio": update_norm / jnp.maximum(param_norm, _NO_NORM),
+            **{key: _share([mask[p] for p in paths]) for key, mask in masks.items()},
         }
-        figures |= {key: _share(pick(masks)) for key, masks in shares.items()}
         report |= {f"optim/{name}/{key}": value for key, value in figures.items()}
     return report
-
-
-def _clip_scale(total, cfg):
-    if cfg.max_norm is None:
-        return 1.0
-    factors = clip_factors(total, limit=cfg.max_norm)
-    # Two steps, so that a huge norm leaves its limit and not zero.
-    return factors.factor / factors.divisor
 
 
 def _lost(param, update):

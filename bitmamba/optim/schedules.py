@@ -60,8 +60,7 @@ def make_schedule(cfg: OptimConfig, *, steps: int) -> Schedule:
     def schedule(count):
         k = jnp.asarray(count, jnp.float32) + 1.0
         warm = jnp.minimum(1.0, k / cfg.warmup_steps) if cfg.warmup_steps else 1.0
-        return (
-            cfg.lr * warm * shape(k, start=start, end=steps, final=cfg.final_lr_share)
-        )
+        share = shape(k, start=start, end=steps, final=cfg.final_lr_share)
+        return cfg.lr * warm * share
 
     return schedule
