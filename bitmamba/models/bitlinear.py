@@ -1,0 +1,134 @@
+"""BitLinear: int8 activations times ternary weights, gradients straight through."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from bitmamba.config import BitLinearConfig
+from bitmamba.quant.ternary import ternarise
+
+MIN_ABSMAX = 1e-5
+
+
+def quantise_activations(
+    x: jax.Array, cfg: BitLinearConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Quantise to int8 with one scale a token.
+
+    codes = clip(round(x · 127 / m), -128, 127), m = max(max|x|, 1e-5) for
+    act_eps="max", max|x| + 1e-5 for "add".
+
+    Args:
+        x: (..., D) float.
+        cfg: act_eps and rounding ("even" or "away" from zero at ties).
+
+    Returns:
+        (codes: (..., D), whole numbers in float32; scale: (..., 1) float32); the
+        value is codes * scale.
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    if cfg.act_eps == "max":
+        largest = jnp.maximum(largest, MIN_ABSMAX)
+    else:
+        largest = largest + MIN_ABSMAX
+    rounded = _ROUND[cfg.rounding](x * (127.0 / largest))
+    return jnp.clip(rounded, -128, 127), largest / 127.0
+
+
+def fake_quant_activations(x: jax.Array, cfg: BitLinearConfig) -> jax.Array:
+    """The value of the quantised activations, with the gradient of x."""
+    codes, scale = quantise_activations(x, cfg)
+    return _straight_through(x, codes * scale)
+
+
+def fake_quant_weight(w: jax.Array) -> jax.Array:
+    """The value of the ternary weight, with the gradient of w."""
+    codes, scale = ternarise(w)
+    return _straight_through(w, codes * scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def bit_linear(
+    x: jax.Array, w: jax.Array, cfg: BitLinearConfig, dtype: jnp.dtype
+) -> jax.Array:
+    """Quantise both sides, multiply, scale.
+
+    y = (x_codes @ w_codes) · x_scale · w_scale, differentiated as if it were
+    x_q @ w_q with d x_q / d x = 1 and d w_q / d w = 1 (straight through).
+
+    Args:
+        x: (..., D) float32. Activations, after the norm if there is one.
+        w: (D, F) float32. Latent weights.
+        cfg: how activations are quantised.
+        dtype: of the products and of y.
+
+    Returns:
+        (..., F) in dtype.
+
+    Numerics: codes are whole numbers up to 128, exact in bfloat16, and their products
+        are summed in float32, where they stay exact; the scales enter once, after.
+    Gradient: saves the codes as int8 and the scales. Cotangents are multiplied in
+        dtype and summed in float32; dx in x.dtype, dw in w.dtype.
+    Source: Ma et al. 2024, arXiv:2402.17764; the public BitMamba-2 model.
+    """
+    return _forward(x, w, cfg, dtype)[0]
+
+
+def _forward(x, w, cfg, dtype):
+    x_codes, x_scale = quantise_activations(x, cfg)
+    w_codes, w_scale = ternarise(w)
+    product = jnp.dot(
+        x_codes.astype(dtype),
+        w_codes.astype(dtype),
+        preferred_element_type=_wide(dtype),
+    )
+    y = (product * (x_scale * w_scale)).astype(dtype)
+    # The empty arrays carry the dtypes of x and w to the backward pass.
+    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
+    return y, (x_codes.astype(jnp.int8), x_scale, w_codes, w_scale, like)
+
+
+def _backward(cfg, dtype, residuals, dy):
+    x_codes, x_scale, w_codes, w_scale, (x_like, w_like) = residuals
+    wide = _wide(dtype)
+    dx = jnp.dot(dy, w_codes.astype(dtype).T, preferred_element_type=wide)
+    scaled = (dy * x_scale).astype(dtype).reshape(-1, dy.shape[-1])
+    rows = x_codes.astype(dtype).reshape(-1, x_codes.shape[-1])
+    dw = jnp.dot(rows.T, scaled, preferred_element_type=wide)
+    return (dx * w_scale).astype(x_like.dtype), dw.astype(w_like.dtype)
+
+
+bit_linear.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _straight_through(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, exactly, with the gradient of x."""
+    return value.astype(x.dtype)
+
+
+def _straight_through_forward(x, value):
+    return value.astype(x.dtype), None
+
+
+def _straight_through_backward(_, dy):
+    return dy, None
+
+
+_straight_through.defvjp(_straight_through_forward, _straight_through_backward)
+
+
+def _wide(dtype):
+    """float32, or the dtype itself where it is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _round_away(x: jax.Array) -> jax.Array:
+    """Round to nearest, ties away from zero (C's roundf)."""
+    whole = jnp.trunc(x)
+    return whole + jnp.sign(x) * (jnp.abs(x - whole) >= 0.5)
+
+
+_ROUND = {"even": jnp.round, "away": _round_away}

@@ -1,0 +1,37 @@
+"""The gated MLP as a layer of its own: it mixes channels, not tokens."""
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from bitmamba.config import ModelConfig
+from bitmamba.models.layers import Linear
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), width d_ff (SwiGLU; Shazeer 2020, 2002.05202)."""
+
+    cfg: ModelConfig
+    kernels: str = "auto"
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        state: Any = None,
+    ) -> tuple[jax.Array, None]:
+        """x: (B, L, D) -> ((B, L, D), None); there is nothing to remember."""
+        del segment_ids, positions, state
+        width, depth = self.cfg.mlp.d_ff, len(self.cfg.layers)
+        gate = Linear(width, self.cfg, name="gate_proj")(x)
+        up = Linear(width, self.cfg, name="up_proj")(x)
+        down = Linear(self.cfg.d_model, self.cfg, depth**-0.5, name="down_proj")
+        return down(jax.nn.silu(gate) * up), None
+
+    @staticmethod
+    def init_state(cfg: ModelConfig, batch: int, max_len: int, dtype: Any) -> None:
+        """No state."""

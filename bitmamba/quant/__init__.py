@@ -1,0 +1,1 @@
+"""Weights at few bits: codes, scales and their storage."""
