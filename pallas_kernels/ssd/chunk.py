@@ -4,6 +4,8 @@ Shapes: x, dy (B, Q, H, P); dt (B, Q, H); A (H,); B, C (B, Q, G, N); D (H, P) or
 state (B, H, P, N). Everything is in the wide dtype already.
 """
 
+import functools
+
 import jax.numpy as jnp
 
 from pallas_kernels.ssd.decays import keep, lower, make_decays
@@ -62,7 +64,7 @@ def chunk_backward(dstate, state, dy, x, dt, A, B, C, D, masks):
         (gradient of the entering state, (dx, ddt, dB, dC), (dA, dD)).
     """
     heads, groups = x.shape[2], B.shape[2]
-    size, wide = x.shape[1], x.dtype
+    wide = x.dtype
     decays = make_decays(dt, A, masks)
     scores = jnp.einsum("bign,bjgn->bgij", C, B)
     scores = jnp.where(masks.pair[:, None], scores, 0)
@@ -102,13 +104,13 @@ def chunk_backward(dstate, state, dy, x, dt, A, B, C, D, masks):
     dstate_in += keep(masks.through, dstate * decays.through[..., None, None])
 
     # Log decays: sums of terms of which none cancels another.
-    before = lower(size, wide, strict=True)
-    crossing = jnp.einsum("bhij,kj->bhik", pairs, before)
-    crossing = (crossing * lower(size, wide)).sum(2).swapaxes(1, 2)
+    after, before = masks.pair, masks.pair & ~jnp.eye(q, dtype=bool)
+    crossing = jnp.einsum("bhij,kj->bhik", pairs, lower(q, wide, strict=True))
+    crossing = jnp.where(after[:, None], crossing, 0).sum(2).swapaxes(1, 2)
     da = (
         crossing
-        + jnp.einsum("ik,bih->bkh", lower(size, wide), from_start)
-        + jnp.einsum("kj,bjh->bkh", before, to_end)
+        + _sums(after.swapaxes(1, 2), from_start, masks)
+        + _sums(before, to_end, masks)
         + through[:, None]
     )
     dx = dt[..., None] * u
@@ -119,6 +121,23 @@ def chunk_backward(dstate, state, dy, x, dt, A, B, C, D, masks):
         dx = dx + D * dy
         dD = (dy * x).sum((0, 1))
     return dstate_in, (dx, ddt, dB, dC), (dA, dD)
+
+
+def _sums(chosen, values, masks):
+    """sum_i chosen_ki · values_i for chosen (B or 1, Q, Q) and values (B, Q, H).
+
+    Between documents a zero weight must also silence an overflowed neighbour: bad
+    values are left out of the product and put back where they belong.
+    """
+    weights = jnp.broadcast_to(
+        chosen.astype(values.dtype), (values.shape[0], *chosen.shape[1:])
+    )
+    product = functools.partial(jnp.einsum, "bki,bih->bkh", weights)
+    if masks.from_start is None:
+        return product(values)
+    good = jnp.isfinite(values)
+    spoilt = product((~good).astype(values.dtype)) > 0
+    return jnp.where(spoilt, jnp.nan, product(jnp.where(good, values, 0)))
 
 
 def keep_rows(mask, t):

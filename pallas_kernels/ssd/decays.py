@@ -1,9 +1,9 @@
 """Decays inside one chunk: exact differences of log decays, and the document masks.
 
 A log decay `a = dt·A` may be -1e7 at one token and -1e-6 at the next. A float32 running
-sum loses the small one, and the difference of two sums with it. So each `a` is split
-into a coarse part, a multiple of a power of two small enough that every sum over a chunk
-is exact, and the fine rest. Differences of the coarse sums are then exact.
+sum loses the small one, and with it the difference of two sums. So each `a` is split
+into a coarse part, a multiple of a power of two such that every sum over a chunk is
+exact, and the fine rest. Differences of the coarse sums are then exact.
 """
 
 from typing import NamedTuple
@@ -61,7 +61,7 @@ def keep(mask: jax.Array | None, values: jax.Array) -> jax.Array:
 
 
 def make_masks(run: jax.Array | None, run_before: jax.Array | None, size: int) -> Masks:
-    """Masks from run numbers (B, Q) and the run before the chunk (B,); None: one run."""
+    """Masks from run numbers (B, Q) and the run before the chunk; None: one run."""
     causal = lower(size, jnp.bool_)[None]
     if run is None:
         return Masks(causal, None, None, None)
