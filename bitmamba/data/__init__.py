@@ -1,0 +1,7 @@
+"""JSONL rows to packed windows; README.md has the path and the decisions."""
+
+from bitmamba.data.build import DataBundle, build_data
+from bitmamba.data.formats import FORMATS
+from bitmamba.data.windows import rows_of_process
+
+__all__ = ["FORMATS", "DataBundle", "build_data", "rows_of_process"]

@@ -1,0 +1,208 @@
+"""Files to token stores, with every row accounted for."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bitmamba.config import DataConfig
+from bitmamba.data.account import FileAccount
+from bitmamba.data.chat import DataTokenizer, Template
+from bitmamba.data.encode import Encoded, encode_examples, fit_window, split_text
+from bitmamba.data.example import Example, Refused
+from bitmamba.data.formats import parse_row
+from bitmamba.data.records import read_lines
+from bitmamba.data.store import StoreBuilder, TokenStore
+
+REPLAY_CATEGORY = "replay"
+MAX_CATEGORIES = 256
+_ROWS_AT_ONCE = 512
+
+
+@dataclass
+class Loader:
+    """Reads files one after another into four streams.
+
+    cfg: which rows are trained and how. template, tokenizer: how they become tokens.
+    vocab_size: of the model; a higher token id stops everything.
+    """
+
+    cfg: DataConfig
+    template: Template
+    tokenizer: DataTokenizer
+    vocab_size: int
+    files: list[FileAccount] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = ("sft", "sft_heldout", "replay", "heldout_replay")
+        self._builders = {n: StoreBuilder(vocab_size=self.vocab_size) for n in names}
+        self._categories: dict[str, int] = {REPLAY_CATEGORY: 0}
+        self._heldout_texts: set[int] = set()
+        self._seen: set[int] = set()
+        special = sorted(self.tokenizer.special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def load(self, name: str, path: Path, *, role: str) -> None:
+        """Read one file.
+
+        Args:
+            name: the path as the user wrote it, for messages.
+            path: where it is.
+            role: "sft", "replay" or "heldout_replay" (load this before "replay").
+
+        Raises:
+            ValueError: the file has no rows, or a token id the model has not.
+        """
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        account = FileAccount(path=name, role=role, sha256=sha256)
+        self.files.append(account)
+        waiting: list[tuple[int, Example]] = []
+        for line in read_lines(path, notes=account.notes):
+            account.rows += 1
+            try:
+                if line.refused:
+                    raise line.refused
+                waiting.append((line.number, self._example(line.row, account)))
+            except Refused as refused:
+                account.refuse(line.number, refused.reason, refused.detail)
+            if len(waiting) == _ROWS_AT_ONCE:
+                self._encode(waiting, account)
+                waiting = []
+        self._encode(waiting, account)
+        if account.rows == 0:
+            raise ValueError(
+                f"data.{role}: {name} has no rows; expected JSON objects, one a line"
+            )
+
+    def stores(self) -> tuple[dict[str, TokenStore], tuple[str, ...]]:
+        """The streams, and the categories that their sources are numbers of.
+
+        Categories are in alphabetical order, "replay" last.
+        """
+        names = sorted(n for n in self._categories if n != REPLAY_CATEGORY)
+        names.append(REPLAY_CATEGORY)
+        number = np.zeros(len(names), np.int32)
+        for new, name in enumerate(names):
+            number[self._categories[name]] = new
+        stores = {}
+        for stream, builder in self._builders.items():
+            store = builder.build()
+            stores[stream] = store._replace(sources=number[store.sources])
+        return stores, tuple(names)
+
+    def _example(self, row: dict, account: FileAccount) -> Example:
+        kind, example = parse_row(row)
+        account.formats[kind] += 1
+        if account.role != "sft":
+            if example.messages is not None:
+                detail = f"{kind!r} row; expected text or input_ids"
+                raise Refused("not plain text", detail)
+            self._check_heldout(example, account)
+        score, least = example.score, self.cfg.min_score
+        if score is not None and least is not None and score < least:
+            raise Refused("score too low", f"{score:g} < data.min_score = {least:g}")
+        self._note(example, account)
+        return example
+
+    def _check_heldout(self, example: Example, account: FileAccount) -> None:
+        """Text that retention is measured on is never trained on."""
+        content = example.content_hash()
+        if account.role == "heldout_replay":
+            self._heldout_texts.add(content)
+        elif content in self._heldout_texts:
+            raise Refused("also in the held-out text", "the same text is held out")
+
+    def _note(self, example: Example, account: FileAccount) -> None:
+        if account.role == "sft":
+            content = example.content_hash()
+            if content in self._seen:
+                account.notes["rows that repeat an earlier one"] += 1
+            self._seen.add(content)
+        texts = [example.text] if example.text is not None else []
+        texts += [m.content for m in example.messages or ()]
+        if any(self._special.search(text) for text in texts):
+            account.notes["rows that spell a special token, kept as plain text"] += 1
+
+    def _encode(
+        self, rows: Sequence[tuple[int, Example]], account: FileAccount
+    ) -> None:
+        documents = encode_examples(
+            [example for _, example in rows],
+            template=self.template,
+            tokenizer=self.tokenizer,
+            thought=self.cfg.thought,
+        )
+        for (line, example), document in zip(rows, documents, strict=True):
+            try:
+                if isinstance(document, Refused):
+                    raise document
+                self._check_ids(document, f"{account.path}:{line}")
+                self._keep(document, example, account)
+            except Refused as refused:
+                account.refuse(line, refused.reason, refused.detail)
+
+    def _check_ids(self, document: Encoded, where: str) -> None:
+        highest = int(document.tokens.max())
+        if highest >= self.vocab_size:
+            raise ValueError(
+                f"{where}: token id {highest}; expected < {self.vocab_size} "
+                "(model.vocab_size); use the tokenizer that the model was made with"
+            )
+
+    def _keep(self, document: Encoded, example: Example, account: FileAccount) -> None:
+        if account.role == "sft":
+            heldout = _is_held_out(example, self.cfg.heldout_share)
+            stream = "sft_heldout" if heldout else "sft"
+            pieces = self._fitted(document, example, account)
+            category = self._category(example.category or _stem(account.path))
+        else:
+            heldout = account.role == "heldout_replay"
+            stream, pieces, category = account.role, [document], 0
+            if not document.weights[1:].any():
+                raise Refused("no trained token", "the loss mask is empty")
+            if len(document.tokens) > self.cfg.window:
+                account.notes["texts longer than a window, split"] += 1
+        for piece in pieces:
+            self._builders[stream].add(piece, category)
+            account.tokens += len(piece.tokens)
+        if heldout:
+            account.held_out += 1
+        else:
+            account.trained += 1
+
+    def _fitted(
+        self, document: Encoded, example: Example, account: FileAccount
+    ) -> list[Encoded]:
+        window = self.cfg.window
+        if example.text is not None:
+            if len(document.tokens) > window:
+                account.notes["texts longer than a window, split"] += 1
+            return split_text(document, window=window)
+        kept, cut = fit_window(document, window=window, long=self.cfg.long_examples)
+        account.truncated += cut
+        return [kept]
+
+    def _category(self, name: str) -> int:
+        number = self._categories.setdefault(name, len(self._categories))
+        if number > MAX_CATEGORIES:
+            raise ValueError(
+                f"data.sft: more than {MAX_CATEGORIES} categories, e.g. {name!r}; "
+                "expected few enough to evaluate each; merge the 'category' keys"
+            )
+        return number
+
+
+def _is_held_out(example: Example, share: float) -> bool:
+    """By content alone: the same for every epoch, order, and whatever is added."""
+    return example.content_hash() < share * 2.0**64
+
+
+def _stem(path: str) -> str:
+    name = Path(path.rpartition(":")[2]).name
+    stem = name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+    # The stream of replay text has that name already.
+    return f"{stem}_sft" if stem == REPLAY_CATEGORY else stem
