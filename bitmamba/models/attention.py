@@ -96,10 +96,7 @@ class Attention(nn.Module):
         """
         cfg = self.cfg.attention
         if positions is None:
-            segments = (
-                jnp.ones(x.shape[:2], int) if segment_ids is None else segment_ids
-            )
-            positions = document_positions(segments)
+            positions = document_positions(x, segment_ids)
         queries = self._heads("q_proj", cfg.n_heads, x)
         keys = self._heads("k_proj", cfg.n_kv_heads, x)
         values = self._heads("v_proj", cfg.n_kv_heads, x)

@@ -41,8 +41,15 @@ def real_tokens(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     return segment_ids != 0
 
 
-def document_positions(segment_ids: jax.Array) -> jax.Array:
-    """(B, L) int32: 0, 1, ... from the first token of every document on."""
+def document_positions(x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """(B, L) int32: 0, 1, ... from the first token of every document on.
+
+    Args:
+        x: (B, L, ...), for its shape alone.
+        segment_ids: (B, L) int32, or None for one document a row.
+    """
+    if segment_ids is None:
+        segment_ids = jnp.ones(x.shape[:2], jnp.int32)
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts = jnp.pad(starts, ((0, 0), (1, 0)), constant_values=True)

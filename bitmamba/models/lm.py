@@ -63,7 +63,7 @@ class LM(nn.Module):
             in the compute dtype. Gradients to both reach the parameters.
         """
         if positions is None:
-            positions = _positions(tokens, segment_ids)
+            positions = document_positions(tokens, segment_ids)
         x = self.embed(tokens)
         for i in range(len(self.mixers)):
             x, _ = getattr(self, f"layer_{i}")(x, segment_ids, positions, None)
@@ -115,9 +115,3 @@ class LM(nn.Module):
 def _logits(features: Features) -> jax.Array:
     wide = jnp.promote_types(features.hidden.dtype, jnp.float32)
     return jnp.dot(*features, preferred_element_type=wide)
-
-
-def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    if segment_ids is None:
-        segment_ids = jnp.ones(tokens.shape, jnp.int32)
-    return document_positions(segment_ids)

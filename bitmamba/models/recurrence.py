@@ -1,4 +1,4 @@
-"""What the two state-space mixers share: convolution and scan, whole or step by step."""
+"""What the two state-space mixers share: convolution and scan, whole or stepwise."""
 
 import jax
 import jax.numpy as jnp
