@@ -2,7 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from bitmamba.train.metrics import LossSums, loss_sums, total_sums
+from bitmamba.train.metrics import (
+    LossSums,
+    category_losses,
+    loss_sums,
+    mean_loss,
+    total_sums,
+)
 from bitmamba.train.step import LossFn
 from bitmamba.types import Batch, Params
 
@@ -29,3 +35,38 @@ def evaluate(
     """Sum over all batches, in float64; finite with any mix of empty rows."""
     sums = [eval_step(trainable, frozen, batch) for batch in batches]
     return total_sums(sums, n_categories)
+
+
+def held_out_losses(
+    eval_step: Callable[[Params, Params, Batch], LossSums],
+    trainable: Params,
+    frozen: Params,
+    *,
+    examples: Sequence[Batch],
+    text: Sequence[Batch],
+    categories: Sequence[str],
+) -> dict[str, float]:
+    """The numbers of an evaluation row.
+
+    Args:
+        eval_step: see `make_eval_step`, jitted.
+        trainable, frozen: the parameters.
+        examples: windows of held-out examples; without any, `text` stands in.
+        text: windows of held-out replay text; may be empty.
+        categories: names by `Batch.source_ids`.
+
+    Returns:
+        "eval/loss", "eval/<category>/loss" and, with text, "retention/loss".
+    """
+    n = len(categories)
+    results = {}
+    if text:
+        sums = evaluate(eval_step, trainable, frozen, text, n_categories=n)
+        results["retention/loss"] = mean_loss(sums)
+    if examples:
+        sums = evaluate(eval_step, trainable, frozen, examples, n_categories=n)
+    if examples or text:
+        results["eval/loss"] = mean_loss(sums)
+        by_category = category_losses(sums, categories)
+        results |= {f"eval/{k}/loss": v for k, v in by_category.items()}
+    return results

@@ -1,0 +1,123 @@
+"""How every command starts and ends: flags, one-line mistakes, exit codes.
+
+Exit codes: 0 done, 2 the user's mistake, 3 numbers went bad, 143 told to stop.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags, logging
+
+DONE, MISTAKE, BAD_NUMBERS, STOPPED = 0, 2, 3, 143
+
+
+def run(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
+    """Parse the flags, call main(), exit with the code it returns (None is 0).
+
+    main may return a function to be called last instead: what cannot be the user's
+    mistake any more, so that its errors keep their tracebacks.
+    """
+    with one_line_mistakes():
+        parse_flags(list(sys.argv if argv is None else argv))
+        code = main()
+    if callable(code):
+        code = code()
+    sys.exit(code or DONE)
+
+
+@contextlib.contextmanager
+def one_line_mistakes() -> Iterator[None]:
+    """A user's mistake (ValueError, NotImplementedError) becomes a line and exit 2.
+
+    `--verbosity=1` shows the traceback instead.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        if flags.FLAGS.is_parsed() and logging.get_verbosity() >= logging.DEBUG:
+            raise
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(MISTAKE)
+
+
+def parse_flags(argv: list[str]) -> None:
+    """Parse absl flags and --config overrides.
+
+    Raises:
+        ValueError: unknown flag or setting, value of a wrong type, missing config
+            file, or anything on the line that is not a flag.
+    """
+    if "config" in flags.FLAGS:
+        check_overrides(argv)
+    try:
+        left = flags.FLAGS(argv)[1:]
+    except flags.Error as error:
+        raise ValueError(_first_sentence(str(error))) from None
+    if left:
+        hint = f"; did you mean --{left[0]}?" if "=" in left[0] else ""
+        raise ValueError(
+            f"command line: got {left[0]!r}; expected only flags (--name=value){hint}"
+        )
+
+
+def check_overrides(argv: Sequence[str]) -> None:
+    """Refuse a missing config file, and overrides of settings it does not have."""
+    path = _flag_value(argv, "config")
+    if path is None:
+        return
+    known = _leaf_paths(load_config(path))
+    for arg in argv[1:]:
+        match = re.match(r"--config\.([^=\s]+)", arg)
+        if match and match[1] not in known:
+            near = difflib.get_close_matches(match[1], known, n=1, cutoff=0.0)
+            raise ValueError(
+                f"--config.{match[1]}: unknown setting; did you mean --config.{near[0]}?"
+            )
+
+
+def load_config(path: str) -> Any:
+    """Run FILE's get_config, with the part after ":" of "FILE:ARGUMENT"."""
+    file, _, argument = path.partition(":")
+    if not Path(file).is_file():
+        found = sorted(str(p) for p in Path("configs").glob("*.py"))
+        known = f"; found here: {', '.join(found)}" if found else ""
+        raise ValueError(f"--config: got {file!r}; expected a Python file{known}")
+    spec = importlib.util.spec_from_file_location("_checked_config", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config: got {file!r}; expected a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"--config: {file!r} has no get_config(); see configs/sft.py")
+    return module.get_config(*([argument] if argument else []))
+
+
+def _flag_value(argv: Sequence[str], name: str) -> str | None:
+    for i, arg in enumerate(argv[1:], start=1):
+        if re.match(rf"--?{name}=", arg):
+            return arg.split("=", 1)[1]
+        if arg in (f"--{name}", f"-{name}") and i + 1 < len(argv):
+            return argv[i + 1]
+    return None
+
+
+def _leaf_paths(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    paths = []
+    for key in config:
+        value = config[key]
+        if hasattr(value, "keys"):
+            paths += _leaf_paths(value, f"{prefix}{key}.")
+        else:
+            paths.append(prefix + key)
+    return paths
+
+
+def _first_sentence(text: str) -> str:
+    """absl's message without its list of help flags."""
+    return text.split("\nPass --help")[0].strip()

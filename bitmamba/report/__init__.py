@@ -1,0 +1,1 @@
+"""What people look at: the memory plan, screens, progress and pictures."""

@@ -1,0 +1,64 @@
+"""The memory plan: what a run will hold, before it holds it."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from bitmamba.report import units
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of one training step.
+
+    parameters: float32 masters, trained and frozen.
+    gradients: of what is trained; part of the step's temporaries.
+    optimizer: state of the configured optimiser. others: of the alternatives.
+    step: temporaries of the compiled step (gradients, activations, logits), or None
+        before it is compiled.
+    peak: what the step needs in all, or None.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_name: str
+    optimizer: int
+    others: Mapping[str, int]
+    step: int | None = None
+    peak: int | None = None
+
+
+def with_compiled(plan: MemoryPlan, compiled) -> MemoryPlan:
+    """Add the compiled step's temporaries and peak, as XLA reports them."""
+    memory = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak = kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return plan._replace(step=memory.temp_size_in_bytes, peak=peak)
+
+
+def plan_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """(what, size) rows for the screen."""
+    others = ", ".join(f"{k} {units.size(v)}" for k, v in plan.others.items())
+    rows = [
+        ("parameters", units.size(plan.parameters)),
+        (
+            f"optimiser state ({plan.optimizer_name})",
+            f"{units.size(plan.optimizer)}   (with {others})",
+        ),
+        ("gradients", units.size(plan.gradients)),
+    ]
+    if plan.step is not None and plan.peak is not None:
+        activations = max(0, plan.step - plan.gradients)
+        rows += [
+            ("activations and other temporaries", units.size(activations)),
+            ("peak of the compiled step", units.size(plan.peak)),
+        ]
+    return rows
+
+
+def check_budget(plan: MemoryPlan, memory_gb: float | None) -> str | None:
+    """A sentence when the peak is above the budget (GB of 2**30 bytes), else None."""
+    if memory_gb is None or plan.peak is None or plan.peak <= memory_gb * 2**30:
+        return None
+    return (
+        f"config.memory_gb: the step needs {units.size(plan.peak)}; expected at most "
+        f"{memory_gb:g} GiB; lower train.batch_size or data.window, set model.remat"
+    )

@@ -1,0 +1,42 @@
+"""Pictures of a run; they need matplotlib, the extra "plots"."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def loss_picture(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> bool:
+    """Draw training loss, evaluation loss and retention over steps as a PNG.
+
+    Args:
+        rows: of metrics.jsonl.
+        path: of the picture.
+        title: above it.
+
+    Returns:
+        False, with nothing drawn, when matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    series = (
+        ("loss", "training", {"alpha": 0.35, "linewidth": 1, "color": "C0"}),
+        ("eval/loss", "held-out examples", {"marker": "o", "color": "C1"}),
+        ("retention/loss", "held-out replay text", {"marker": "s", "color": "C2"}),
+        ("retention/base_loss", "the same, base model", {"ls": "--", "color": "C2"}),
+    )
+    for key, label, style in series:
+        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

@@ -1,0 +1,90 @@
+"""The end of a run: a table of before and after, samples, and where everything is."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bitmamba.report import units
+from bitmamba.report.plots import loss_picture
+
+
+def show_summary(
+    console: Console, workdir: Path, *, title: str, figures: Mapping[str, str]
+) -> None:
+    """Print the summary of a run from its work directory, and draw its losses.
+
+    Args:
+        console: where.
+        workdir: with metrics.jsonl and samples.jsonl.
+        title: of the run.
+        figures: name -> value, e.g. the total time.
+    """
+    rows = read_rows(workdir / "metrics.jsonl")
+    evaluations = [r for r in rows if "eval/loss" in r or "retention/loss" in r]
+    console.rule(f"[bold]{title}: done")
+    if evaluations:
+        console.print(loss_table(evaluations[0], evaluations[-1]))
+    for line in sample_lines(read_rows(workdir / "samples.jsonl")):
+        console.print(line, soft_wrap=True)
+    for name, value in figures.items():
+        console.print(f"{name}: {value}")
+    drawn = loss_picture(rows, workdir / "loss.png", title=title)
+    picture = ", loss.png (the curves)" if drawn else ""
+    console.print(
+        f"in {workdir}: checkpoints/, metrics.jsonl, samples.jsonl, config.json{picture}",
+        soft_wrap=True,
+    )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a JSONL file of ours; none if it is not there."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
+    """Losses of two evaluation rows, and their change."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("loss (nats per token)")
+    for name in (f"step {first['step']}", f"step {last['step']}", "change"):
+        table.add_column(name, justify="right")
+    keys = [k for k in last if k.endswith("loss") and k.startswith("eval/")]
+    for key in [*sorted(keys, key=lambda k: (k.count("/"), k)), "retention/loss"]:
+        if key in last:
+            before, after = first.get(key), last[key]
+            known = before is not None and after is not None
+            change = f"{after - before:+.4f}" if known else "-"
+            table.add_row(_label(key), units.loss(before), units.loss(after), change)
+    return table
+
+
+def _label(key: str) -> str:
+    if key == "eval/loss":
+        return "held-out examples"
+    if key == "retention/loss":
+        return "held-out replay text (retention)"
+    return "  " + key.removeprefix("eval/").removesuffix("/loss")
+
+
+def sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each prompt with its continuations, first and last, as markup."""
+    steps = sorted({s["step"] for s in samples})
+    lines = []
+    for prompt in dict.fromkeys(s["prompt"] for s in samples):
+        lines.append(f"[bold]{escape(prompt)}[/bold]")
+        for step in steps[:1] + steps[1:][-1:]:
+            texts = [
+                s["text"]
+                for s in samples
+                if s["step"] == step and s["prompt"] == prompt
+            ]
+            text = " ".join(texts[-1].split()) if texts else ""
+            lines.append(f"  step {step}: {escape(text)}")
+    return lines
