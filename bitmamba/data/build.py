@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from bitmamba.assets_path import must_exist
 from bitmamba.config import DataConfig
 from bitmamba.data.account import DataAccount, FileAccount
 from bitmamba.data.chat import DataTokenizer, Template, load_template
 from bitmamba.data.encode import encode_prompt
 from bitmamba.data.evaluation import eval_replay_windows, eval_sft_windows
-from bitmamba.data.example import Message
+from bitmamba.data.example import Message, Refused
 from bitmamba.data.loading import Loader
 from bitmamba.data.plan import Plan, make_plan, plan_digest
 from bitmamba.data.store import TokenStore
@@ -90,7 +88,10 @@ class DataBundle:
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         """Tokens that an answer of the trained form continues."""
         messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-        return encode_prompt(self.template.prompt(messages), self.tokenizer)
+        try:
+            return encode_prompt(self.template.prompt(messages), self.tokenizer)
+        except Refused as refused:
+            raise ValueError(f"prompt {prompt!r}: {refused}") from None
 
 
 def build_data(
@@ -229,8 +230,8 @@ def _check_refused(files: list[FileAccount], cfg: DataConfig) -> None:
     faults = sum(f.faults for f in files)
     if faults and faults / rows > cfg.max_refused_share:
         raise ValueError(
-            f"data: {faults:,} of {rows:,} rows refused ({faults / rows:.0%}); expected "
-            f"at most {cfg.max_refused_share:.0%} (data.max_refused_share); "
+            f"data: {faults:,} of {rows:,} rows refused ({faults / rows:.0%}); "
+            f"expected at most {cfg.max_refused_share:.0%} (data.max_refused_share); "
             f"{_most_common_refusal(files)}"
         )
 

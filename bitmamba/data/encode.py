@@ -56,7 +56,7 @@ def encode_examples(
 def encode_prompt(segments: Sequence[Segment], tokenizer: DataTokenizer) -> list[int]:
     """Tokens of an unfinished document, to be continued by a model."""
     ids = [i for part in _encode_segments(segments, tokenizer) for i in part]
-    return [*_leading(ids, tokenizer), *ids]
+    return _with_one_bos(ids, [0.0] * len(ids), tokenizer)[0]
 
 
 def _segments(
@@ -103,16 +103,19 @@ def _document(
             ids.append(tokenizer.eot_id)
             mask.append(1.0)
         mask[-1] = 1.0
-    while len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_id:
-        ids, mask = ids[1:], mask[1:]
-    leading = _leading(ids, tokenizer)
-    return _encoded([*leading, *ids], [0.0] * len(leading) + mask, example.weight)
+    ids, mask = _with_one_bos(ids, mask, tokenizer)
+    return _encoded(ids, mask, example.weight)
 
 
-def _leading(ids: Sequence[int], tokenizer: DataTokenizer) -> list[int]:
-    """The beginning-of-text token, if the tokenizer has one and it is missing."""
+def _with_one_bos(
+    ids: list[int], mask: list[float], tokenizer: DataTokenizer
+) -> tuple[list[int], list[float]]:
+    """Exactly one beginning-of-text, untrained, if the tokenizer puts one."""
     bos = tokenizer.bos_id
-    return [] if bos is None or ids[:1] == [bos] else [bos]
+    if bos is None:
+        return ids, mask
+    leading = next((i for i, token in enumerate(ids) if token != bos), len(ids))
+    return [bos, *ids[leading:]], [0.0, *mask[leading:]]
 
 
 def _encoded(ids: Sequence[int], mask: Sequence[float], weight: float) -> Encoded:
@@ -152,9 +155,11 @@ def fit_window(document: Encoded, *, window: int, long: str) -> tuple[Encoded, b
 
 
 def split_text(document: Encoded, *, window: int) -> list[Encoded]:
-    """Plain text in pieces of at most `window` tokens, each a document of its own."""
-    return [
-        Encoded(document.tokens[i : i + window], document.weights[i : i + window])
-        for i in range(0, len(document.tokens), window)
-        if document.weights[i + 1 : i + window].any()
-    ]
+    """Plain text in as few pieces as fit, of like length, each a document of its own.
+
+    Of like length, so that no last piece is a lone end-of-text, which nothing predicts.
+    """
+    n_pieces = -(-len(document.tokens) // window)
+    tokens = np.array_split(document.tokens, n_pieces)
+    weights = np.array_split(document.weights, n_pieces)
+    return [Encoded(t, w) for t, w in zip(tokens, weights, strict=True)]

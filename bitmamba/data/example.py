@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Refused(ValueError):
-    """A row that is not trained.
+class Refused(Exception):
+    """A row that is not trained: caught where rows are counted, never the user's.
 
     reason: short and fixed, so that rows can be counted by it.
     detail: what this row has, for whoever corrects it.

@@ -1,9 +1,9 @@
 """Chat templates of others, in Jinja.
 
 A template is a program from elsewhere: it runs in jinja2's immutable sandbox, and its
-source, its output and its time are limited. What is trained is what it marks with
-{% generation %} … {% endgeneration %}; without marks, what each assistant message adds
-to the rendering of the messages before it (with the opening of an answer).
+source, its output, its steps and its time are limited. What is trained is what it
+marks with {% generation %} … {% endgeneration %}; without marks, what each assistant
+message adds to the rendering of the messages before it (with the opening of an answer).
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from bitmamba.data.formats.hybrid import ANSWER_TAG, THOUGHT_TAG
 
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_OUTPUT_CHARS = 4 * 2**20
-TIMEOUT_S = 2.0
+MAX_STEPS = 1_000_000
+TIMEOUT_S = 10.0
 # Marks of trained spans; refused in content, so they cannot be forged.
 _OPEN, _CLOSE = "\ue000\ue001\ue000", "\ue000\ue002\ue000"
 
@@ -63,26 +64,40 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-class _TooSlow(Exception):
-    """Not a TemplateError, so that no template code can hold it back."""
+class _TooManySteps(Exception):
+    """Lines of the compiled template; the same number on every machine."""
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Interrupts template code at its next line, loops without output included."""
-    deadline = time.monotonic() + seconds
+def _limits() -> Iterator[None]:
+    """Interrupts template code at its next line, loops without output included.
+
+    The steps decide which rows are trained. Time (of this thread, computing) is the
+    second line of defence, and an error: a busy machine must not change the data.
+    """
+    steps, deadline = 0, time.thread_time() + TIMEOUT_S
     before = sys.gettrace()
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
-        if time.monotonic() > deadline:
+        nonlocal steps
+        if frame.f_code.co_filename != "<template>":
+            return None
+        steps += 1
+        if steps > MAX_STEPS:
+            raise _TooManySteps
+        if time.thread_time() > deadline:
             raise _TooSlow
-        return trace if frame.f_code.co_filename == "<template>" else None
+        return trace
 
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
+
+
+class _TooSlow(Exception):
+    """Over the time limit."""
 
 
 class JinjaTemplate:
@@ -106,6 +121,7 @@ class JinjaTemplate:
             self._template = environment.from_string(source.decode("utf-8"))
         except (UnicodeDecodeError, jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"{where}: not a Jinja template ({error})") from None
+        self._where = where
         self.fingerprint = hashlib.sha256(source).hexdigest()
         self._special = [s for s in tokenizer.special_tokens if s]
         # The tags are ours to write; content may bring them.
@@ -150,7 +166,7 @@ class JinjaTemplate:
                     f"message {index + 1}: its rendering is no continuation of the "
                     "messages before it; mark answers with {% generation %}",
                 )
-            if _content(message) and _content(message).strip() not in after:
+            if _content(message).strip() not in after[len(before) :]:
                 raise Refused("template drops the answer", f"message {index + 1}")
             spans.append((len(before), len(after)))
         return spans
@@ -164,7 +180,7 @@ class JinjaTemplate:
                 if token in turn["content"]:
                     raise Refused("spells a special token", repr(token))
         try:
-            with _time_limit(TIMEOUT_S):
+            with _limits():
                 pieces, size = [], 0
                 for piece in self._template.generate(
                     messages=turns,
@@ -176,8 +192,12 @@ class JinjaTemplate:
                     if size > MAX_OUTPUT_CHARS:
                         raise Refused("template writes too much", f"{size} characters")
                     pieces.append(piece)
+        except _TooManySteps:
+            raise Refused("template too slow", f"over {MAX_STEPS:,} steps") from None
         except _TooSlow:
-            raise Refused("template too slow", f"over {TIMEOUT_S:g} s") from None
+            raise ValueError(
+                f"{self._where}: over {TIMEOUT_S:g} s of computing for one row"
+            ) from None
         except Refused:
             raise
         except Exception as error:  # whatever a foreign program may raise

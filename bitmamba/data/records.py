@@ -54,7 +54,7 @@ def _lines(file: Any, path: Path, notes: Counter[str]) -> Iterator[Line]:
         number += 1
         if number == 1:
             raw = _without_mark(raw, path, notes)
-        if len(raw) > MAX_LINE_BYTES:
+        if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
             size = len(raw) + _skip_line(file, raw)
             limit = MAX_LINE_BYTES // 2**20
             detail = f"{size:,} bytes; the limit is {limit} MiB"

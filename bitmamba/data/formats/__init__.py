@@ -58,6 +58,8 @@ def _with_common_fields(row: dict[str, Any], example: Example) -> Example:
     category, weight = None, 1.0
     if "category" in row:
         category = checked_text(row["category"], "'category'").strip()
+        if not category.isprintable() or len(category) > 80:
+            raise Refused("not a category", f"{category[:80]!r}; expected a short name")
         if category == "replay":
             raise Refused("reserved category", "'replay' is the replay text's own")
     if "weight" in row:

@@ -83,8 +83,8 @@ def check_turns(messages: Sequence[Message]) -> None:
             after = f"after {before!r}" if before else "at the beginning"
             raise Refused(
                 "roles do not alternate",
-                f"message {index + 1} is {message.role!r} {after}, expected {expected}; "
-                "such rows are left out: merge or correct the turns in the file",
+                f"message {index + 1} is {message.role!r} {after}; expected "
+                f"{expected}; such rows are left out: merge or correct the turns",
             )
         before = message.role
     if not any(m.role == "assistant" and m.trained for m in messages):

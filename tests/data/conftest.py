@@ -1,0 +1,62 @@
+"""Tiny files, written out in the tests, and what becomes of them."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from bitmamba.config import DataConfig
+from bitmamba.data import build_data
+from bitmamba.data.records import read_lines
+from bitmamba.io.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Rows (dicts) or raw bytes to a file; returns its path as a string."""
+
+    def write(rows, name="rows.jsonl"):
+        path = tmp_path / name
+        if not isinstance(rows, bytes):
+            rows = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(rows)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def read(write, tmp_path):
+    """Bytes of a file to (rows, [(line, reason)], notes)."""
+
+    def read(data):
+        notes = Counter()
+        write(data, "read.jsonl")
+        lines = list(read_lines(tmp_path / "read.jsonl", notes=notes))
+        rows = [line.row for line in lines if line.row is not None]
+        refused = [(x.number, x.refused.reason) for x in lines if x.refused]
+        return rows, refused, dict(notes)
+
+    return read
+
+
+@pytest.fixture
+def build(write):
+    """Rows of an SFT file (and replay texts) to a DataBundle; all rows trained."""
+
+    def build(sft=(), *, replay=(), heldout_replay=(), tokenizer=None, **settings):
+        run = {"steps": 2, "batch_size": 2, "accumulation": 1, "vocab_size": 512}
+        names = {*run, "max_eval_windows"}
+        run |= {k: settings.pop(k) for k in list(settings) if k in names}
+        cfg = {"window": 64, "heldout_share": 0.0, "balance": 1.0}
+        for role, rows in (
+            ("sft", sft),
+            ("replay", replay),
+            ("heldout_replay", heldout_replay),
+        ):
+            if rows:
+                cfg[role] = (write(rows, f"{role}.jsonl"),)
+        cfg |= settings
+        return build_data(DataConfig(**cfg), tokenizer or ByteTokenizer(), **run)
+
+    return build

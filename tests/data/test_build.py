@@ -1,0 +1,394 @@
+"""From files to a bundle: every row accounted for, every mistake one clear line."""
+
+import time
+
+import numpy as np
+import pytest
+
+from bitmamba.config import DataConfig
+from bitmamba.data import build_data
+from bitmamba.io.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+
+
+def pair(prompt="q", answer="a", **more):
+    return {"prompt": prompt, "completion": answer, **more}
+
+
+def pairs(n, **more):
+    return [pair(f"q{i}", f"a{i}", **more) for i in range(n)]
+
+
+def texts(n, size=50):
+    return [{"text": f"{i:03d} " + "x" * size} for i in range(n)]
+
+
+def trained_texts(bundle, stream="sft"):
+    """What each document of a stream trains."""
+    store = bundle.stores[stream]
+    made = []
+    for start, stop in zip(store.offsets[:-1], store.offsets[1:], strict=True):
+        mask = store.weights_of(start, stop) > 0
+        made.append(TOKENIZER.decode(store.tokens[start:stop][mask]))
+    return made
+
+
+def data_of(*paths):
+    cfg = DataConfig(sft=paths)
+    return build_data(cfg, TOKENIZER, vocab_size=512, steps=1, batch_size=1)
+
+
+def check_sums(account):
+    for file in account.files:
+        refused = sum(file.refused.values())
+        assert file.rows == file.trained + file.held_out + refused, file.path
+
+
+def test_every_row_is_accounted_for(build):
+    rows = [pair(), {"x": 1}, pair(answer=None), *texts(2, size=200), pair("p" * 99)]
+    rows += [
+        {**pair(f"s{i}"), "teacher_response": "r", "score": i / 4} for i in range(5)
+    ]
+    for row in rows[-5:]:
+        del row["completion"]
+
+    bundle = build(rows, min_score=0.5, max_refused_share=0.5, replay=texts(3))
+
+    file = bundle.account.files[0]
+    check_sums(bundle.account)
+    assert file.rows == 11
+    assert file.trained == 6
+    assert dict(file.refused) == {
+        "unknown format": 1,
+        "not text": 1,
+        "no trained token in the window": 1,
+        "score too low": 2,
+    }
+    assert file.examples["unknown format"][0].startswith(f"{file.path}:2: keys: x")
+    assert file.notes["texts longer than a window, split"] == 2
+    assert file.formats == {"completion": 2, "text": 2, "scored": 5}
+    assert any(
+        "11 rows = 6 trained + 0 held out + 5" in x for x in bundle.account.lines()
+    )
+
+
+def test_b001_the_mark_changes_no_token(build, write, tmp_path):
+    plain = build(pairs(2))
+    data = (tmp_path / "sft.jsonl").read_bytes()
+
+    marked = build(b"\xef\xbb\xbf" + data)
+
+    assert marked.stores["sft"].digest() == plain.stores["sft"].digest()
+    assert sum("byte-order mark" in x for x in marked.account.lines()) == 1
+
+
+def test_b006_an_escaped_emoji_has_the_tokens_of_the_emoji(build):
+    escaped = build(rb'{"prompt":"\ud83c\udf78","completion":"x"}')
+    raw = build('{"prompt":"\U0001f378","completion":"x"}'.encode())
+
+    assert escaped.stores["sft"].digest() == raw.stores["sft"].digest()
+
+
+def test_b004_a_lone_surrogate_trains_and_is_told(build):
+    bundle = build(rb'{"prompt":"bad \ud83d char","completion":"ok"}')
+
+    assert trained_texts(bundle) == ["ok<|endoftext|>"]
+    assert any("lone surrogates" in line for line in bundle.account.lines())
+
+
+def test_b011_fewer_rows_than_a_batch_train_in_more_epochs(build):
+    bundle = build(pairs(18), steps=3, batch_size=32)
+
+    batches = list(bundle.batches())
+    assert len(batches) == 3
+    assert all((b.loss_weights.sum(axis=-1) > 0).all() for b in batches)
+    assert bundle.account.windows == 96
+    assert bundle.account.epochs > 18
+
+
+def test_b013_a_token_past_the_vocabulary_stops_with_id_and_row(build):
+    rows = [{"input_ids": [1, 127]}, {"input_ids": [5, 128]}]
+
+    with pytest.raises(ValueError, match=r"sft\.jsonl:2: token id 128; expected < 128"):
+        build(rows, vocab_size=128)
+    assert build(rows, vocab_size=129)
+    with pytest.raises(ValueError, match=r"sft\.jsonl:1: token id .*model\.vocab_size"):
+        build(pairs(1), vocab_size=50)
+    with pytest.raises(ValueError, match="end-of-text has id 1; expected < 1 "):
+        build(pairs(1), vocab_size=1)
+
+
+@pytest.mark.parametrize("window", [32, 24, 16])
+def test_b015_a_prompt_that_fills_the_window_is_counted_or_an_error(build, window):
+    long, short = pair("p" * 38, "abc"), pair("q", "a")
+
+    bundle = build([long, short], window=window, max_refused_share=0.5)
+    assert bundle.account.files[0].refused == {"no trained token in the window": 1}
+
+    with pytest.raises(ValueError, match=r"2 of 2 rows refused.*raise data\.window"):
+        build([long, long], window=window)
+    with pytest.raises(ValueError, match=r"nothing left to train.*raise data\.window"):
+        build([long, long], window=window, max_refused_share=1.0)
+
+
+def test_b016_evaluation_windows_always_have_something_to_measure(build):
+    rows = [*pairs(60), pair("p" * 99)]
+
+    bundle = build(rows, heldout_share=0.5)
+
+    assert bundle.account.files[0].held_out > 10
+    assert bundle.account.files[0].refused == {"no trained token in the window": 1}
+    totals = [b.loss_weights.sum() for b in bundle.eval_sft]
+    assert all(np.isfinite(totals))
+    assert min(totals) > 0
+
+
+@pytest.mark.parametrize("long", ["truncate", "refuse"])
+def test_b017_long_rows_never_starve_the_windows(build, long):
+    rows = [{"input_ids": [9] * 12}] * 100 + [{"input_ids": [8] * 6}] * 5
+
+    bundle = build(rows, window=8, long_examples=long, max_refused_share=1.0, steps=20)
+
+    file = bundle.account.files[0]
+    if long == "truncate":
+        assert (file.truncated, file.trained) == (100, 105)
+    else:
+        assert (file.refused, file.trained) == ({"longer than the window": 100}, 5)
+    for batch in bundle.batches():
+        assert (batch.segment_ids.max(axis=-1) > 0).all()
+        assert (batch.loss_weights.sum(axis=-1) > 0).all()
+
+
+def test_an_answer_that_is_cut_has_no_end_of_text(build):
+    bundle = build([pair("q", "a" * 100)], window=32)
+
+    assert trained_texts(bundle) == ["a" * 29]
+
+
+def test_b018_the_last_trained_token_is_end_of_text(build):
+    assert trained_texts(build([pair("q", "yes")])) == ["yes<|endoftext|>"]
+
+
+def test_b038_held_out_rows_are_never_trained_in_any_epoch(build):
+    rows = pairs(40)
+
+    bundle = build([*rows, *rows[:10]], heldout_share=0.3, steps=30, batch_size=4)
+
+    held, kept = trained_texts(bundle, "sft_heldout"), trained_texts(bundle)
+    assert 5 < len(set(held)) < 25
+    assert not set(held) & set(kept)
+    assert bundle.account.epochs > 3
+    trained = "".join(TOKENIZER.decode(b.tokens.ravel()) for b in bundle.batches())
+    for answer in held:
+        assert f">{answer}" not in trained
+    for answer in kept:
+        assert f">{answer}" in trained
+    assert bundle.account.files[0].notes["rows that repeat an earlier one"] == 10
+
+
+def test_added_rows_leave_the_others_on_their_side(build):
+    few = build(pairs(30), heldout_share=0.3)
+    more = build([*pairs(60)[::-1]], heldout_share=0.3)
+
+    assert set(trained_texts(few)) <= set(trained_texts(more))
+    held = set(trained_texts(few, "sft_heldout"))
+    assert held <= set(trained_texts(more, "sft_heldout"))
+
+
+def test_text_that_is_held_out_is_not_trained(build):
+    bundle = build(replay=texts(10), heldout_replay=texts(3), max_refused_share=0.0)
+
+    assert bundle.account.files[1].refused == {"also in the held-out text": 3}
+    assert len(bundle.stores["replay"].sources) == 7
+    assert bundle.account.files[0].held_out == 3
+
+
+def test_categories_come_from_the_row_or_the_file_and_replay_is_last(build):
+    rows = [pair(category="zoo"), pair("b", category="ants"), pair("c")]
+
+    bundle = build(rows, replay=texts(4), steps=10, replay_share=0.3)
+
+    assert bundle.categories == ("ants", "sft", "zoo", "replay")
+    for batch in bundle.batches():
+        real = batch.segment_ids > 0
+        for source in np.unique(batch.source_ids[real]):
+            text = TOKENIZER.decode(batch.tokens[real & (batch.source_ids == source)])
+            assert ("xxx" in text) == (bundle.categories[source] == "replay")
+    assert [c.documents for c in bundle.account.categories] == [1, 1, 1, 4]
+
+
+def test_the_mix_by_tokens_is_reported_as_measured(build):
+    bundle = build(pairs(50), replay=texts(9), replay_share=0.1, steps=100)
+
+    account, replayed, total = bundle.account, 0, 0
+    for batch in bundle.batches():
+        real = batch.segment_ids > 0
+        total += real.sum()
+        replayed += (real & (batch.source_ids == len(bundle.categories) - 1)).sum()
+    assert account.tokens == total
+    assert account.replay_share == pytest.approx(replayed / total)
+    assert account.replay_share == pytest.approx(0.1, abs=64 / total)
+    assert account.fill_share == pytest.approx(total / (200 * 64))
+    trained = sum(int((b.loss_weights > 0).sum()) for b in bundle.batches())
+    assert account.trained_tokens == trained
+    assert sum(c.trained_tokens for c in account.categories) == trained
+
+
+def test_plain_text_training_takes_all_windows_from_the_text(build):
+    bundle = build(replay=texts(20), heldout_replay=texts(30)[20:], steps=4)
+
+    assert bundle.eval_sft == []
+    assert bundle.account.replay_share == 1.0
+    assert bundle.account.fill_share == 1.0
+    for batch in bundle.batches():
+        last = np.diff(batch.segment_ids, axis=-1, append=-1) != 0
+        assert ((batch.loss_weights == 1) == ~last).all()
+    held = np.concatenate([b.tokens[b.segment_ids > 0] for b in bundle.eval_replay])
+    assert len(held) == len(bundle.stores["heldout_replay"].tokens)
+
+
+def test_evaluation_is_limited_to_so_many_windows_of_one_shape(build):
+    rows = pairs(200)
+
+    bundle = build(
+        rows,
+        replay=texts(5),
+        heldout_replay=texts(90)[5:],
+        heldout_share=0.5,
+        max_eval_windows=5,
+    )
+
+    assert bundle.account.eval_sft_windows == bundle.account.eval_replay_windows == 5
+    for batches in (bundle.eval_sft, bundle.eval_replay):
+        assert [b.tokens.shape for b in batches] == [(2, 64)] * 3
+        assert batches[-1].segment_ids[1].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"steps": 9}, True),
+        ({"batch_size": 3}, False),
+        ({"accumulation": 2}, False),
+        ({"window": 48}, False),
+        ({"seed": 1}, False),
+        ({"replay_share": 0.2}, False),
+        ({"balance": 0.5}, False),
+        ({"heldout_share": 0.5}, False),
+        ({"thought": False}, False),
+        ({"replay": texts(6)}, False),
+        ({"sft": pairs(21)}, False),
+        ({"sft": [pair("h0", "a0"), *pairs(20)[1:]]}, False),
+        ({"sft": [pair("q0", "a0", weight=2), *pairs(20)[1:]]}, False),
+    ],
+)
+def test_the_digest_covers_all_that_decides_what_is_seen(build, change, same):
+    hybrid = {"prompt": "q", "thought": "t", "answer": "a"}
+    base = {"sft": pairs(20), "replay": texts(5)}
+
+    first, second = (
+        build([*kw.pop("sft"), hybrid], **kw) for kw in (dict(base), base | change)
+    )
+
+    assert (first.plan_digest == second.plan_digest) is same
+
+
+def test_fingerprints_name_files_tokenizer_and_template(build):
+    first = build(pairs(3), replay=texts(2))
+    again = build(pairs(3), replay=texts(2))
+    other = build(pairs(3), replay=texts(3))
+
+    assert first.fingerprints == again.fingerprints
+    changed = {k for k, v in first.fingerprints.items() if other.fingerprints[k] != v}
+    assert len(changed) == 1
+    assert changed.pop().endswith("replay.jsonl")
+    assert first.fingerprints["tokenizer"] == TOKENIZER.fingerprint
+
+
+LOW = {"prompt": "q", "teacher_response": "a", "score": 0.1}
+MANY = [pair(str(i), category=str(i)) for i in range(300)]
+
+
+@pytest.mark.parametrize(
+    ("kw", "message"),
+    [
+        ({}, "neither sft nor replay"),
+        ({"sft": b"\n"}, r"data\.sft: .*sft\.jsonl has no rows"),
+        ({"sft": b"\xef\xbb\xbf \r\n"}, r"data\.sft: .*sft\.jsonl has no rows"),
+        ({"sft": b"junk\n"}, r"1 of 1 rows refused \(100%\).*sft\.jsonl:1: Expecting"),
+        ({"sft": pairs(3), "heldout_share": 0.999999}, "nothing left to train: 3 rows"),
+        ({"sft": pairs(3), "replay": pairs(2)}, "'completion' row; expected text"),
+        ({"sft": [LOW], "min_score": 0.5}, r"0\.1 < data\.min_score = 0\.5"),
+        ({"sft": pairs(3), "template": "no.jinja"}, r"data\.template: .*no such file"),
+        ({"sft": MANY}, "256 categories"),
+    ],
+)
+def test_mistakes_are_one_clear_line(build, kw, message):
+    with pytest.raises(ValueError, match=message) as error:
+        build(**kw)
+
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_file_is_an_error(write):
+    with pytest.raises(ValueError, match=r"empty\.jsonl has no rows"):
+        data_of(write(b"", "empty.jsonl"))
+
+
+def test_a_missing_file_is_told_at_once_with_its_neighbours(write):
+    path = write(pairs(1), "there.jsonl")
+    start = time.monotonic()
+
+    cfg = DataConfig(sft=(path, path.replace("there", "their")))
+    with pytest.raises(ValueError, match=r"their\.jsonl.*no such file.*there\.jsonl"):
+        build_data(cfg, TOKENIZER, vocab_size=512, steps=1, batch_size=1)
+    with pytest.raises(ValueError, match=r"is in data\.sft already"):
+        build_data(
+            DataConfig(sft=(path, path)),
+            TOKENIZER,
+            vocab_size=512,
+            steps=1,
+            batch_size=1,
+        )
+
+    assert time.monotonic() - start < 1
+
+
+def test_asset_names_stay_in_the_assets():
+    for name in ("assets:../config.py", "assets:/etc/passwd", "assets:"):
+        with pytest.raises(ValueError, match="name of a bundled file"):
+            build_data(
+                DataConfig(sft=(name,)),
+                TOKENIZER,
+                vocab_size=512,
+                steps=1,
+                batch_size=1,
+            )
+
+
+def test_a_prompt_is_what_training_put_before_the_answer(build):
+    bundle = build([pair("who", "me")])
+
+    store = bundle.stores["sft"]
+    mask = store.weights == 0
+    assert bundle.prompt_ids("who") == store.tokens[mask].tolist()
+
+
+def test_a_jinja_template_is_used_and_fingerprinted(build, write):
+    source = (
+        b"{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}"
+        b"{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        b"{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    path = write(source, "chat.jinja")
+    rows = [*pairs(9), pair("<|user|>")]
+
+    bundle = build(rows, template=path)
+
+    assert trained_texts(bundle)[0] == "a0<|endoftext|>"
+    assert bundle.account.template == "jinja"
+    assert bundle.account.files[0].refused == {"spells a special token": 1}
+    assert bundle.fingerprints["template"] != build(rows).fingerprints["template"]
+    with pytest.raises(ValueError, match="spells a special token"):
+        bundle.prompt_ids("<|user|>")
