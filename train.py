@@ -20,9 +20,7 @@ def main():
     # JAX loads only here, when the user's mistakes have been told.
     from bitmamba.train import loop
 
-    if _DRY_RUN.value:
-        return loop.dry_run(config, data)
-    return loop.prepare(config, data)
+    return loop.run(config, data, dry=_DRY_RUN.value)
 
 
 if __name__ == "__main__":

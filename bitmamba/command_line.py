@@ -1,6 +1,7 @@
 """How every command starts and ends: flags, one-line mistakes, exit codes.
 
-Exit codes: 0 done, 2 the user's mistake, 3 numbers went bad, 143 told to stop.
+Exit codes: 0 done, 1 failed (the last save, or a fault of ours), 2 the user's mistake,
+3 numbers went bad, 143 told to stop (and saved).
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import Any
 
 from absl import flags, logging
 
-DONE, MISTAKE, BAD_NUMBERS, STOPPED = 0, 2, 3, 143
+DONE, FAILED, MISTAKE, BAD_NUMBERS, STOPPED = 0, 1, 2, 3, 143
 
 
 def run(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
@@ -77,7 +78,8 @@ def check_overrides(argv: Sequence[str]) -> None:
         if match and match[1] not in known:
             near = difflib.get_close_matches(match[1], known, n=1, cutoff=0.0)
             raise ValueError(
-                f"--config.{match[1]}: unknown setting; did you mean --config.{near[0]}?"
+                f"--config.{match[1]}: unknown setting; "
+                f"did you mean --config.{near[0]}?"
             )
 
 

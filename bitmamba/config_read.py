@@ -30,6 +30,7 @@ def from_config_dict(config: Any) -> Config:
     """
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     _expand_layers(values)
+    _split_paths(values)
     resolved = _build(Config, values, "config")
     check(resolved)
     return resolved
@@ -70,6 +71,23 @@ def _expand_layers(values: dict[str, Any]) -> None:
             )
         layers = [LAYER_SYMBOLS[symbol] for symbol in layers]
     values["model"] = {**model, "layers": tuple(layers)}
+
+
+def _split_paths(values: dict[str, Any]) -> None:
+    """--config.data.sft=a.jsonl,b.jsonl arrives as ("a.jsonl,b.jsonl",); in place."""
+    data = values.get("data")
+    if not isinstance(data, Mapping):
+        return
+    lists = {k: data[k] for k in ("sft", "replay", "heldout_replay") if k in data}
+    values["data"] = {
+        **data,
+        **{
+            key: tuple(part for item in paths for part in item.split(",") if part)
+            for key, paths in lists.items()
+            if isinstance(paths, list | tuple)
+            and all(isinstance(item, str) for item in paths)
+        },
+    }
 
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -53,3 +53,18 @@ def _optional(item: Any, hint: types.UnionType) -> config_dict.FieldReference:
     field = config_dict.placeholder(str if str in typing.get_args(hint) else object)
     field.set(item)
     return field
+
+
+def group_rules(*, state_lr_mult: float = 1.0) -> tuple[dict[str, Any], ...]:
+    """State parameters, norms and the rest; only the rest decays."""
+    return (
+        {
+            "name": "state",
+            "pattern": ".*/(A_log|D|dt_bias)",
+            "lr_mult": state_lr_mult,
+            "decay": False,
+            "optional": True,
+        },
+        {"name": "norms", "pattern": ".*/(scale|bias)", "decay": False},
+        {"name": "weights", "pattern": ".*"},
+    )

@@ -9,7 +9,7 @@ Cost and result of the default (tiny, 4.4 M parameters, 2 CPU cores): README.md.
 
 import ml_collections
 
-from configs.base import default_config
+from configs.base import default_config, group_rules
 
 
 def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
@@ -22,16 +22,7 @@ def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
     )
     config.data.min_score = 0.6
     config.data.replay = ("assets:data/replay.jsonl",)
-    config.optim.rules = (
-        {
-            "name": "state",
-            "pattern": ".*/(A_log|D|dt_bias)",
-            "decay": False,
-            "optional": True,
-        },
-        {"name": "norms", "pattern": ".*/(scale|bias)", "decay": False},
-        {"name": "weights", "pattern": ".*"},
-    )
+    config.optim.rules = group_rules()
     config.eval.prompts = (
         'What does the hacker term "core dump" mean?',
         "Which president gave the State of the Union address of 1862?",
@@ -52,17 +43,7 @@ def _large(config: ml_collections.ConfigDict) -> None:
     config.optim.schedule = "constant"
     config.optim.clamp = 1.0
     config.optim.norm = "inf"
-    config.optim.rules = (
-        {
-            "name": "state",
-            "pattern": ".*/(A_log|D|dt_bias)",
-            "lr_mult": 50.0,
-            "optional": True,
-            "decay": False,
-        },
-        {"name": "norms", "pattern": ".*/(scale|bias)", "decay": False},
-        {"name": "weights", "pattern": ".*"},
-    )
+    config.optim.rules = group_rules(state_lr_mult=50.0)
     config.model.remat = True
     config.data.window = 1024
     config.train.batch_size = 1

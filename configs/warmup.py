@@ -9,7 +9,7 @@ command is in bitmamba/assets/README.md.
 
 import ml_collections
 
-from configs.base import default_config
+from configs.base import default_config, group_rules
 
 
 def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
@@ -20,16 +20,7 @@ def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
     config.optim.lr = 3e-2
     config.optim.schedule = "wsd"
     config.optim.warmup_steps = 20
-    config.optim.rules = (
-        {
-            "name": "state",
-            "pattern": ".*/(A_log|D|dt_bias)",
-            "decay": False,
-            "optional": True,
-        },
-        {"name": "norms", "pattern": ".*/(scale|bias)", "decay": False},
-        {"name": "weights", "pattern": ".*"},
-    )
+    config.optim.rules = group_rules()
     config.train.steps = 200
     config.eval.every = 100
     config.eval.prompts = ("The President of the United States", "Call me Ishmael.")

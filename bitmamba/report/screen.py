@@ -158,8 +158,8 @@ def _plan_line(config: Config) -> str:
     train = config.train
     per_step = train.accumulation * train.batch_size * config.data.window
     return (
-        f"run: {train.steps} steps of {train.accumulation} x {train.batch_size} windows "
-        f"of {config.data.window} ({units.count(per_step)} tokens a step); evaluates "
-        f"every {config.eval.every}, saves every {config.checkpoint.every} "
+        f"run: {train.steps} steps of {train.accumulation} x {train.batch_size} "
+        f"windows of {config.data.window} ({units.count(per_step)} tokens a step); "
+        f"evaluates every {config.eval.every}, saves every {config.checkpoint.every}, "
         f"in {config.workdir}"
     )

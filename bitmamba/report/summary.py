@@ -34,11 +34,10 @@ def show_summary(
     for name, value in figures.items():
         console.print(f"{name}: {value}")
     drawn = loss_picture(rows, workdir / "loss.png", title=title)
-    picture = ", loss.png (the curves)" if drawn else ""
-    console.print(
-        f"in {workdir}: checkpoints/, metrics.jsonl, samples.jsonl, config.json{picture}",
-        soft_wrap=True,
-    )
+    files = ["checkpoints/", "metrics.jsonl", "samples.jsonl", "config.json"]
+    if drawn:
+        files.append("loss.png (the curves)")
+    console.print(f"in {workdir}: {', '.join(files)}", soft_wrap=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -238,7 +238,7 @@ def _bytes(tree: Any) -> int:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs between runs; JAX_COMPILATION_CACHE_DIR overrides where."""
+    """Keep compiled programs between runs; JAX_COMPILATION_CACHE_DIR says where."""
     if jax.config.jax_compilation_cache_dir is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update(

@@ -1,90 +1,50 @@
-"""The main job: prepare a run, train it, and show what happened. The only clock."""
+"""The main job: step, evaluate, save, tell. It has the only clock."""
 
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from bitmamba import config_read
-from bitmamba.command_line import BAD_NUMBERS, DONE, STOPPED
+from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED, STOPPED
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
-from bitmamba.io.checkpoint import Checkpointer
 from bitmamba.io.writer import MetricsWriter
-from bitmamba.optim import chain_hints, group_table
 from bitmamba.paths import flatten, merge
-from bitmamba.report import plan, screen, summary, units
+from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
-from bitmamba.train import build, samples
+from bitmamba.train import samples
 from bitmamba.train.evaluate import held_out_losses
 from bitmamba.train.metrics import category_losses, total_sums
+from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.signals import StopSignal
-from bitmamba.train.state import TrainState
-from bitmamba.types import Params
 
 console = Console(highlight=False)
 
 
-class Run(NamedTuple):
-    """A run that is ready for its next step."""
+def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], int]:
+    """Show and prepare a run; returns the function that trains it.
 
-    config: Config
-    data: DataBundle
-    parts: build.Parts
-    step: Callable
-    state: TrainState
-    frozen: Params
-    frozen_digests: dict[str, str]
-    remembered: dict[str, Any]
-    checkpointer: Checkpointer
-    started: float
+    Args:
+        config, data: see `bitmamba.train.start`.
+        dry: only show the model, the data and the memory; nothing is allocated.
 
-
-def dry_run(config: Config, data: DataBundle) -> int:
-    """Show what would run, without allocating the model; returns the exit code."""
-    build.use_compilation_cache()
-    parts = build.build_parts(config, data)
-    _show_start(config, data, parts)
-    compiled, seconds = build.compile_step(config, parts)
-    _show_memory(config, parts, compiled, seconds)
-    return DONE
-
-
-def prepare(config: Config, data: DataBundle) -> Callable[[], int]:
-    """Build, restore and compile; returns the function that trains.
+    Returns:
+        A function that does the rest and returns the exit code.
 
     Raises:
         ValueError: the checkpoint belongs to other data, settings or model; the
-            initial parameters do not fit the model.
+            initial parameters do not fit the model; the memory budget is too small.
         NotImplementedError: the asked kernels cannot run here.
     """
-    started = time.perf_counter()
-    build.use_compilation_cache()
-    parts = build.build_parts(config, data)
-    _show_start(config, data, parts)
-    checkpointer = build.make_checkpointer(config, data)
-    begin = build.start_or_resume(config, parts, checkpointer)
-    compiled, seconds = build.compile_step(config, parts)
-    _show_memory(config, parts, compiled, seconds)
-    config_read.write_json(config, Path(config.workdir) / "config.json")
-    run = Run(
-        config=config,
-        data=data,
-        parts=parts,
-        step=compiled,
-        state=begin.state,
-        frozen=begin.frozen,
-        frozen_digests=begin.frozen_digests,
-        remembered=begin.remembered,
-        checkpointer=checkpointer,
-        started=started,
-    )
-    return lambda: _train(run)
+    if dry:
+        dry_run(config, data, console=console)
+        return lambda: DONE
+    prepared = prepare(config, data, console=console)
+    return lambda: _train(prepared)
 
 
 def _train(run: Run) -> int:
@@ -100,7 +60,7 @@ def _train(run: Run) -> int:
         run.checkpointer.close()
     except OSError as error:
         console.print(f"[red]error: {error}")
-        return 1
+        return FAILED
     return code
 
 
@@ -125,6 +85,8 @@ class _Loop:
         if self.first == 0:
             self._evaluate(0)
             self._sample(0)
+        elif self.first % self.config.eval.every == 0:
+            self._evaluate_if_missed()
         self.meter = Meter(total=total, start=self.first)
         with progress_bar(console, total=total, start=self.first) as show:
             code = self._steps(show)
@@ -163,20 +125,22 @@ class _Loop:
     def _due(self, number: int) -> int | None:
         """Evaluate, save, or stop after step `number`."""
         last = number == self.config.train.steps
-        if last or number % self.config.checkpoint.every == 0 or self.stop.received:
-            self._save(number)
         if self.stop.received:
-            self.run.checkpointer.wait()
-            console.print(
-                f"{self.stop.received}: saved step {number}; "
-                "the same command goes on from there"
-            )
-            return STOPPED
+            return self._stop(number)
         if last or number % self.config.eval.every == 0:
             before = time.perf_counter()
             self._evaluate(number)
             self.meter.exclude(time.perf_counter() - before)
+        if last or number % self.config.checkpoint.every == 0:
+            self._save(number)
         return None
+
+    def _stop(self, number: int) -> int:
+        self._save(number)
+        problem = self.run.checkpointer.wait()
+        saved = problem or f"saved step {number}; the same command goes on from there"
+        console.print(f"{self.stop.received}: {saved}")
+        return STOPPED
 
     def _record(self, number: int, metrics: dict, show: Callable) -> int | None:
         """Write one step's row; an exit code when numbers stay bad."""
@@ -239,6 +203,12 @@ class _Loop:
         self.writer.write(number, result)
         console.print(screen.evaluation_line(number, result))
 
+    def _evaluate_if_missed(self) -> None:
+        """A run that was told to stop saves first, and leaves its evaluation to us."""
+        rows = summary.read_rows(Path(self.config.workdir) / "metrics.jsonl")
+        if not any(r["step"] == self.first and "eval/loss" in r for r in rows):
+            self._evaluate(self.first)
+
     def _sample(self, number: int) -> None:
         params = merge(self.state.trainable, self.run.frozen)
         texts = samples.continue_prompts(
@@ -279,27 +249,3 @@ class _Loop:
             title=self.config.name,
             figures=figures,
         )
-
-
-def _show_start(config: Config, data: DataBundle, parts: build.Parts) -> None:
-    screen.show_start(
-        console,
-        config,
-        shapes=flatten(parts.shapes),
-        trainable=flatten(parts.trainable),
-        groups=group_table(config.optim.rules, parts.shapes),
-        account=data.account.lines(),
-        memory=build.memory_plan(config, parts),
-        hints=chain_hints(
-            config.optim,
-            steps=config.train.steps,
-            clamp_allowed=config.train.mode != "head_only",
-        ),
-    )
-
-
-def _show_memory(config: Config, parts: build.Parts, compiled, seconds: float) -> None:
-    whole = plan.with_compiled(build.memory_plan(config, parts), compiled)
-    screen.show_memory(console, whole, compile_seconds=seconds)
-    if problem := plan.check_budget(whole, config.memory_gb):
-        raise ValueError(problem)

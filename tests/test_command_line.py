@@ -1,0 +1,75 @@
+"""A user's mistake at the command line: one clear line, exit code 2, no traceback."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def train(*flags, config="configs/sft.py", cwd=ROOT):
+    command = [sys.executable, str(ROOT / "train.py")]
+    command += [f"--config={config}"] if config else []
+    return subprocess.run(
+        [*command, *flags], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        # B097, B098 and the contract: typos, unknown keys, wrong values.
+        (["--config.optim.lrr=1"], "--config.optim.lr?"),
+        (["--config.optm.lr=1"], "--config.optm.lr: unknown setting"),
+        (["--config.learning_rate=1"], "--config.learning_rate: unknown setting"),
+        (["--dry_rnu"], "Unknown command line flag 'dry_rnu'"),
+        (["config.optim.lr=1e-4"], "did you mean --config.optim.lr=1e-4?"),
+        (["--config.train.steps=1e3"], "--config.train.steps=1e3"),
+        (["--config.train.steps=-5"], "config.train.steps: got -5"),
+        (["--config.optim.lr=nan"], "config.optim.lr: got nan"),
+        (["--config.data.sft=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--config.data.tokenizer=nowhere.json"], "nowhere.json"),
+        (["--config.checkpoint.init_from=nowhere"], "init_from: got 'nowhere'"),
+        (["--config.data.window=2"], "window"),
+        (["--config.data.min_score=100"], "min_score"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_2(flags, message, tmp_path):
+    done = train(*flags, f"--config.workdir={tmp_path / 'run'}")
+
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert message in line
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_preset_and_a_missing_config_file_name_what_exists():
+    preset = train(config="configs/sft.py:tinny")
+    missing = train(config="configs/stf.py")
+
+    assert (preset.returncode, missing.returncode) == (2, 2)
+    assert "expected one of tiny, bitmamba2_255m" in preset.stderr
+    assert "configs/sft.py" in missing.stderr
+    assert len(missing.stderr.strip().splitlines()) == 1
+
+
+def test_an_empty_data_set_is_told_before_jax_loads(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_bytes(b"")
+
+    # The fastest of three: the machine may be busy, the path may not be slow.
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = train(f"--config.data.sft={empty}", "--config.data.replay_share=0")
+        seconds.append(time.perf_counter() - begin)
+
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "empty.jsonl" in done.stderr
+    assert min(seconds) < 2.0

@@ -1,0 +1,240 @@
+"""The main job as its user runs it: train, be killed, resume, look at the results."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bitmamba.io.checkpoint import load_params
+from bitmamba.paths import flatten
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--config.model.layers=M*",
+    "--config.model.d_model=32",
+    "--config.model.mamba2.headdim=16",
+    "--config.model.mamba2.d_state=8",
+    "--config.model.attention.headdim=8",
+    "--config.data.window=64",
+    "--config.train.batch_size=2",
+    "--config.eval.max_windows=2",
+    "--config.eval.every=4",
+    "--config.eval.sample_tokens=4",
+    "--config.checkpoint.every=3",
+    "--config.checkpoint.init_from=",
+]
+
+
+def command(workdir, *flags, config="sft"):
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        f"--config={ROOT}/configs/{config}.py",
+        f"--config.workdir={workdir}",
+        *SMALL,
+        *flags,
+    ]
+
+
+def train(workdir, *flags, config="sft"):
+    return subprocess.run(
+        command(workdir, *flags, config=config),
+        cwd=ROOT,
+        env=environment(workdir),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def environment(workdir):
+    """One compilation cache for all runs of this file: each compiles once."""
+    cache = Path(workdir).parent / "xla"
+    return {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+
+
+def rows(workdir):
+    text = (Path(workdir) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def unbroken(base):
+    """Eight steps in one go."""
+    done = train(base / "unbroken", "--config.train.steps=8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return base / "unbroken", done.stdout
+
+
+def test_the_run_leaves_what_the_contract_promises(unbroken):
+    workdir, shown = unbroken
+    found = rows(workdir)
+
+    steps = [r["step"] for r in found if "loss" in r]
+    assert steps == list(range(1, 9))
+    assert all(r["tokens_per_s"] > 0 for r in found if "loss" in r)
+    evaluations = [r for r in found if "eval/loss" in r]
+    assert [r["step"] for r in evaluations] == [0, 4, 8]
+    assert found[0]["step"] == 0
+    for row in evaluations:
+        assert row["retention/base_loss"] == evaluations[0]["retention/loss"]
+        assert "eval/trivia/loss" in row
+    assert any("train/replay/loss" in r for r in found)
+    assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == 8
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["6", "8"]
+    assert (workdir / "loss.png").stat().st_size > 1000
+    for phrase in ("parameters", "held out", "memory", "retention", "metrics.jsonl"):
+        assert phrase in shown
+
+
+def test_n_steps_a_kill_and_the_rest_are_bit_equal_to_all_at_once(base, unbroken):
+    # B041, B042, B044, B059: the same parameters and optimiser state, bit for bit.
+    workdir = base / "killed"
+    running = subprocess.Popen(
+        command(workdir, "--config.train.steps=8"),
+        cwd=ROOT,
+        env=environment(workdir),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: (workdir / "checkpoints" / "3" / "meta").exists(), running)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+
+    done = train(workdir, "--config.train.steps=8")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert digests(workdir) == digests(unbroken[0])
+    assert loss_rows(workdir) == loss_rows(unbroken[0])
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(base, unbroken):
+    workdir = base / "stopped"
+    running = subprocess.Popen(
+        command(workdir, "--config.train.steps=8"),
+        cwd=ROOT,
+        env=environment(workdir),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    metrics = workdir / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"step": 1' in metrics.read_text(), running)
+    running.send_signal(signal.SIGTERM)
+    shown, _ = running.communicate(timeout=120)
+
+    assert running.returncode == 143
+    assert "SIGTERM: saved step" in shown
+    done = train(workdir, "--config.train.steps=8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert digests(workdir) == digests(unbroken[0])
+    assert [r["step"] for r in rows(workdir) if "eval/loss" in r] == [0, 4, 8]
+
+
+def test_a_finished_run_is_not_run_again(unbroken):
+    workdir, _ = unbroken
+    before = rows(workdir)
+
+    done = train(workdir, "--config.train.steps=8")
+
+    assert done.returncode == 0
+    assert "already trained to step 8" in done.stdout
+    assert rows(workdir) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--config.data.window=48"], "plan"),
+        (["--config.optim.lr=0.5"], "optim"),
+        (["--config.data.tokenizer=bytes"], "tokenizer"),
+        (["--config.data.sft=assets:data/sft_scored.jsonl"], "files"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_changed_run_is_refused_by_name(unbroken, flags, named):
+    workdir, _ = unbroken
+
+    done = train(workdir, "--config.train.steps=8", *flags)
+
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert named in line
+    assert "workdir" in line
+
+
+def test_head_only_starts_from_a_checkpoint_and_moves_only_the_head(base, unbroken):
+    source, _ = unbroken
+    workdir = base / "head"
+
+    done = train(
+        workdir,
+        "--config.train.steps=2",
+        "--config.train.mode=head_only",
+        f"--config.checkpoint.init_from={source}",
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = (flatten(load_params(p)[0]) for p in (source, workdir))
+    changed = {k for k in before if not np.array_equal(before[k], after[k])}
+    assert changed == {"lm_head/kernel"}
+
+
+def test_the_dry_run_shows_everything_and_writes_nothing(base):
+    workdir = base / "dry"
+
+    done = train(workdir, "--dry_run")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for phrase in ("parameters", "trains (full)", "rows =", "peak of the compiled"):
+        assert phrase in done.stdout
+    assert not workdir.exists()
+
+
+def test_numbers_that_stay_bad_end_the_run_with_code_3(base):
+    # B063: an absurd step size makes NaN soon; the run must not go on to the end.
+    workdir = base / "bad"
+
+    done = train(
+        workdir,
+        "--config.train.steps=40",
+        "--config.optim.name=adamw",
+        "--config.optim.lr=1e38",
+        "--config.optim.warmup_steps=0",
+        "--config.optim.schedule=constant",
+        "--config.model.linear=dense",
+    )
+
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "is not finite" in done.stdout
+    assert "numbers went bad" in done.stdout
+    assert max(r["step"] for r in rows(workdir)) < 40
+
+
+def digests(workdir):
+    """The leaf digests of the last checkpoint: parameters and optimiser state."""
+    _, meta = load_params(workdir)
+    assert meta["step"] == 8
+    return meta["digests"]
+
+
+def loss_rows(workdir):
+    return [(r["step"], r["loss"]) for r in rows(workdir) if "loss" in r]
+
+
+def wait_for(condition, process, timeout_s=120):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "the run ended too early"
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.02)
