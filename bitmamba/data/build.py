@@ -7,7 +7,7 @@ from pathlib import Path
 from bitmamba.assets_path import must_exist
 from bitmamba.config import DataConfig
 from bitmamba.data.account import DataAccount, FileAccount
-from bitmamba.data.chat import DataTokenizer, Template, load_template
+from bitmamba.data.chat import DataTokenizer, Segment, Template, load_template
 from bitmamba.data.encode import encode_prompt
 from bitmamba.data.evaluation import eval_replay_windows, eval_sft_windows
 from bitmamba.data.example import Message, Refused
@@ -85,6 +85,10 @@ class DataBundle:
             for batch in batches
         )
 
+    def text_ids(self, text: str) -> list[int]:
+        """Tokens of a plain text that a model of plain text continues."""
+        return encode_prompt([Segment(text, False)], self.tokenizer)
+
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         """Tokens that an answer of the trained form continues."""
         messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
@@ -123,7 +127,7 @@ def build_data(
     loader = Loader(cfg, template, tokenizer, vocab_size)
     for role, name, path in paths:
         loader.load(name, path, role=role)
-    _check_refused(loader.files, cfg)
+    check_refused(loader.files, cfg.max_refused_share)
     stores, categories = loader.stores()
     _check_trained(loader.files, stores, cfg)
 
@@ -225,13 +229,14 @@ def _check_tokenizer(tokenizer: DataTokenizer, vocab_size: int) -> None:
         )
 
 
-def _check_refused(files: list[FileAccount], cfg: DataConfig) -> None:
+def check_refused(files: Sequence[FileAccount], max_share: float) -> None:
+    """Stop if more rows than `max_share` of all were refused as faulty."""
     rows = sum(f.rows for f in files)
     faults = sum(f.faults for f in files)
-    if faults and faults / rows > cfg.max_refused_share:
+    if faults and faults / rows > max_share:
         raise ValueError(
             f"data: {faults:,} of {rows:,} rows refused ({faults / rows:.0%}); "
-            f"expected at most {cfg.max_refused_share:.0%} (data.max_refused_share); "
+            f"expected at most {max_share:.0%} (data.max_refused_share); "
             f"{_most_common_refusal(files)}"
         )
 
@@ -253,7 +258,7 @@ def _check_trained(
             )
 
 
-def _most_common_refusal(files: list[FileAccount]) -> str:
+def _most_common_refusal(files: Sequence[FileAccount]) -> str:
     """The commonest reason and its first row; where windows are short, the cure."""
     reasons = [(n, reason, f) for f in files for reason, n in f.refused.items()]
     if not reasons:

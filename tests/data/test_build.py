@@ -392,3 +392,15 @@ def test_a_jinja_template_is_used_and_fingerprinted(build, write):
     assert bundle.fingerprints["template"] != build(rows).fingerprints["template"]
     with pytest.raises(ValueError, match="spells a special token"):
         bundle.prompt_ids("<|user|>")
+
+
+def test_a_text_to_be_continued_begins_as_training_text_does():
+    tokenizer = ByteTokenizer(bos=True)
+    path_free = {"vocab_size": 512, "steps": 1, "batch_size": 1}
+
+    cfg = DataConfig(replay=("assets:data/replay_heldout.jsonl",), window=64)
+    bundle = build_data(cfg, tokenizer, **path_free)
+
+    store = bundle.stores["replay"]
+    text = tokenizer.decode(store.tokens[1:9].tolist())
+    assert bundle.text_ids(text) == store.tokens[:9].tolist()

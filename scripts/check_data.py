@@ -1,0 +1,102 @@
+"""Read data as a run would, say what becomes of every row, and show some examples.
+
+    python scripts/check_data.py --config=configs/sft.py [--config.data.window=256]
+    python scripts/check_data.py --files=a.jsonl,b.jsonl --tokenizer=tokenizer.json
+
+Each example is shown as the model gets it: runs of tokens, separated by │, after the
+loss weight they have as targets (0 is a prompt, not learnt).
+
+Exit codes: 0 the data can be trained on, 2 it cannot.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+from rich.console import Console
+from rich.text import Text
+
+from bitmamba import command_line
+from bitmamba.config import DataConfig
+from bitmamba.config_read import from_config_dict
+from bitmamba.data import DataBundle, build_data
+from bitmamba.data.build import check_refused
+from bitmamba.io.tokenizer import load_tokenizer
+from bitmamba.train import start
+
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
+_FILES = flags.DEFINE_list("files", [], "JSONL files to read instead of a config's.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", "assets:tokenizer.json", 'tokenizer.json, with --files; or "bytes".'
+)
+_TEMPLATE = flags.DEFINE_string("template", None, "Jinja template, with --files.")
+_WINDOW = flags.DEFINE_integer("window", 512, "Tokens in a window, with --files.", 2)
+_EXAMPLES = flags.DEFINE_integer("examples", 3, "How many examples to show.", 0)
+_WIDTH_PIPED = 100
+
+
+def main() -> None:
+    if bool(_FILES.value) == (_CONFIG.value is not None):
+        raise ValueError("check_data: expected either --config=FILE or --files=A,B")
+    # Everything is shown first, also where the share of refused rows is too high.
+    if _FILES.value:
+        bundle, most = _read_files(), 1.0
+    else:
+        config = from_config_dict(_CONFIG.value)
+        most = config.data.max_refused_share
+        lenient = dataclasses.replace(config.data, max_refused_share=1.0)
+        bundle = start.read_data(dataclasses.replace(config, data=lenient))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_PIPED)
+    for line in bundle.account.lines():
+        console.print(Text(_visible(line)), soft_wrap=True)
+    _show_examples(bundle, console)
+    check_refused(bundle.account.files, most)
+
+
+def _read_files() -> DataBundle:
+    tokenizer = load_tokenizer(_TOKENIZER.value)
+    cfg = DataConfig(
+        sft=tuple(_FILES.value),
+        template=_TEMPLATE.value,
+        window=_WINDOW.value,
+        heldout_share=0.0,
+        max_refused_share=1.0,
+    )
+    return build_data(
+        cfg, tokenizer, vocab_size=tokenizer.vocab_size, steps=1, batch_size=1
+    )
+
+
+def _show_examples(bundle: DataBundle, console: Console) -> None:
+    """Documents from all over the SFT stream, or the replay stream without it."""
+    stream = "sft" if len(bundle.stores["sft"].sources) else "replay"
+    store = bundle.stores[stream]
+    n = min(_EXAMPLES.value, len(store.sources))
+    for document in np.linspace(0, len(store.sources) - 1, n).astype(int):
+        span = slice(*store.offsets[document : document + 2])
+        category = bundle.categories[store.sources[document]]
+        console.print(
+            Text(
+                f"\nexample {document + 1}, {category}, {span.stop - span.start} tokens"
+            )
+        )
+        weights = store.weights_of(span.start, span.stop).tolist()
+        tokens = zip(store.tokens[span].tolist(), weights, strict=True)
+        for weight, run in itertools.groupby(tokens, key=lambda pair: pair[1]):
+            words = [_visible(bundle.tokenizer.decode([t])) for t, _ in run]
+            line = Text(f"{weight:<4g} ", style="bold")
+            line.append("│".join(words), style="green" if weight else "dim")
+            console.print(line)
+
+
+def _visible(text: str) -> str:
+    """Control characters written out; they would act on the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
