@@ -129,17 +129,18 @@ class Checkpointer:
             return {}
         folder = self._directory / meta.frozen_folder(table)
         if folder.exists():
-            _, reason = load.read_whole(folder / "params", table)
-            if reason is None:
+            try:
+                load.read_whole(folder / "params", table)
                 return table
-            logging.warning("checkpoint: %s: %s; saved again", folder, reason)
-            steps.quarantine(folder)
+            except load.DamagedError as damage:
+                logging.warning("checkpoint %s: %s; saved again", folder, damage)
+                steps.quarantine(folder)
         self._collect()
         try:
             store.start_write(self._writer, folder, params=frozen)
             self._writer.wait_until_finished()
         except Exception as error:  # Orbax raises many kinds; all mean "not saved"
-            steps.tidy(self._directory)
+            self._start_afresh()
             reason = load.one_line(error)
             raise OSError(f"checkpoint: {folder}: not saved: {reason}") from None
         return table
@@ -167,7 +168,7 @@ class Checkpointer:
         """
         self._collect()
         self._waiter.shutdown()
-        self._writer.close()
+        store.close_writer(self._writer)
         if self._last_failure:
             raise OSError(self._last_failure)
 
@@ -197,26 +198,10 @@ class Checkpointer:
         targets = {"trainable": target_trainable, "opt_state": target_opt_state}
         for step, folder in steps.step_folders(self._directory).items():
             try:
-                record = meta.read_meta(folder)
-            except NotImplementedError:
-                raise
-            except Exception as error:  # damage shows as almost any error
-                self._set_aside(step, folder, load.one_line(error))
+                record, placed = self._restore_step(folder, targets)
+            except load.DamagedError as damage:
+                self._set_aside(step, folder, str(damage))
                 continue
-            where = f"checkpoint {folder}"
-            check_fingerprints(record["fingerprints"], self._fingerprints, where=where)
-            for name, target in targets.items():
-                load.check_target(target, record["digests"][name], f"{where}: {name}")
-            found = {
-                name: load.read_whole(folder / name, record["digests"][name])
-                for name in targets
-            }
-            if reasons := [f"{k}: {why}" for k, (_, why) in found.items() if why]:
-                self._set_aside(step, folder, reasons[0])
-                continue
-            placed = {
-                k: load.place(found[k][0], target) for k, target in targets.items()
-            }
             frozen = self._restore_frozen(record, target_frozen)
             return Restored(step, frozen=frozen, meta=record, **placed)
         if damaged := steps.damaged_folders(self._directory):
@@ -226,6 +211,20 @@ class Checkpointer:
                 "the folder to start anew"
             )
         return None
+
+    def _restore_step(
+        self, folder: Path, targets: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(meta, items placed like the targets); DamagedError if not whole."""
+        where = f"checkpoint {folder}"
+        record = load.read_meta(folder)
+        check_fingerprints(record["fingerprints"], self._fingerprints, where=where)
+        tables = record["digests"]
+        for name, target in targets.items():
+            load.check_target(target, tables[name], f"{where}: {name}")
+        items = {name: load.read_whole(folder / name, tables[name]) for name in targets}
+        placed = {name: load.place(items[name], targets[name]) for name in targets}
+        return record, placed
 
     def _restore_frozen(self, record: dict[str, Any], target: Any) -> Any:
         if target is None:
@@ -239,13 +238,8 @@ class Checkpointer:
         moved = steps.quarantine(folder)
         older = self.last_good()
         then = "no older step" if older is None else f"trying step {older}"
-        logging.warning(
-            "checkpoint step %d: %s; set aside as %s; %s",
-            step,
-            reason,
-            moved.name,
-            then,
-        )
+        line = f"step {step}: {reason}; set aside as {moved.name}; {then}"
+        logging.warning("checkpoint: %s", line)
 
     def _collect(self) -> None:
         """Wait for the save in progress and draw its consequences."""
@@ -263,13 +257,19 @@ class Checkpointer:
             logging.warning("checkpoint: %s", line)
 
     def _fail(self, step: int, reason: str) -> None:
-        steps.tidy(self._directory)
+        self._start_afresh()
         good = self.last_good()
         line = f"checkpoint step {step} not saved: {reason}; " + (
             "no step is saved yet" if good is None else f"last good step: {good}"
         )
         self._last_failure = line
         self._problems.append(line)
+
+    def _start_afresh(self) -> None:
+        """After a failure: a writer that failed raises old errors at later saves."""
+        store.close_writer(self._writer)
+        self._writer = store.make_writer()
+        steps.tidy(self._directory)
 
     def _no_room(self, items: Mapping[str, Any]) -> str | None:
         need = sum(map(digests.n_bytes, jax.tree.leaves(items))) + _SPARE_BYTES

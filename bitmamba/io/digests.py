@@ -66,6 +66,11 @@ def spec_of(digest: str) -> str:
     return digest.rpartition(":")[0]
 
 
+def is_key_spec(text: str) -> bool:
+    """Whether a spec or digest is that of a typed PRNG key."""
+    return text.startswith("key<")
+
+
 def tree_digests(tree: Any) -> dict[str, str]:
     """Digest of every leaf by path; hashes in a few threads."""
     flat = leaves(tree)
@@ -79,31 +84,25 @@ def combined(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def damage(arrays: Mapping[str, np.ndarray], digests: Mapping[str, str]) -> list[str]:
-    """What differs between arrays as read and the digests saved with them.
+def changed_leaves(
+    arrays: Mapping[str, np.ndarray], digests: Mapping[str, str]
+) -> list[str]:
+    """Compare arrays as read with the digests saved with them.
 
     Args:
         arrays: raw arrays by path; PRNG keys as their key data.
-        digests: leaf digests by path.
+        digests: leaf digests of the same paths.
 
     Returns:
-        One line per missing, unknown or changed leaf; empty when all are whole.
+        Paths of changed leaves; empty when all are whole.
     """
-    lines = [f"{path}: missing" for path in digests if path not in arrays]
-    lines += [f"{path}: not in the digests" for path in arrays if path not in digests]
-    common = [path for path in digests if path in arrays]
     with ThreadPoolExecutor(_THREADS) as pool:
-        changed = pool.map(lambda p: _changed(arrays[p], digests[p]), common)
-        lines += [
-            f"{path}: digest differs from the one saved"
-            for path, is_changed in zip(common, changed, strict=True)
-            if is_changed
-        ]
-    return lines
+        changed = pool.map(lambda p: _changed(arrays[p], digests[p]), digests)
+        return [path for path, was in zip(digests, changed, strict=True) if was]
 
 
 def _changed(array: np.ndarray, digest: str) -> bool:
     as_spec = spec_of(digest)
-    if not as_spec.startswith("key<") and spec(array) != as_spec:
+    if not is_key_spec(as_spec) and spec(array) != as_spec:
         return True
     return data_digest(array, as_spec) != digest

@@ -1,6 +1,7 @@
 """Reading checkpoints: verified arrays, placed without a cast; parameters alone."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from absl import logging
 
 from bitmamba import paths
 from bitmamba.io import digests, meta, steps, store
+
+
+class DamagedError(ValueError):
+    """What was saved is not what lies on disk; the message is one line."""
 
 
 def load_params(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -25,61 +30,75 @@ def load_params(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ValueError: nothing there, or no whole step.
     """
-    folders, reasons = steps.resolve(path), []
-    for folder in folders:
+    reasons = []
+    for folder in steps.resolve(path):
         try:
-            return _load_step(folder)
-        except NotImplementedError:
-            raise
-        except Exception as error:  # damage shows as almost any error
-            reasons.append(f"{folder}: {one_line(error)}")
-            if len(folders) > 1:
-                logging.warning("checkpoint %s; trying the next older", reasons[-1])
+            record = read_meta(folder)
+            table = record["digests"]["trainable"]
+            trainable = read_whole(folder / "trainable", table)
+            frozen = read_frozen(folder.parent, record)
+        except DamagedError as damage:
+            reasons.append(f"{folder}: {damage}")
+            logging.warning("checkpoint %s", reasons[-1])
+            continue
+        return paths.unflatten({**frozen, **trainable}), record
     raise ValueError(f"checkpoint {reasons[0]}; expected a whole step to load from")
 
 
-def _load_step(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    record = meta.read_meta(folder)
-    arrays, reason = read_whole(folder / "trainable", record["digests"]["trainable"])
-    if reason is not None:
-        raise ValueError(f"trainable: {reason}")
-    frozen = read_frozen(folder.parent, record)
-    return paths.unflatten({**frozen, **arrays}), record
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The verified `meta` item of a step folder.
+
+    Raises:
+        DamagedError: it is missing, unreadable or does not match its own digest.
+        NotImplementedError: it is of a newer format.
+    """
+    with _damage_in("meta"):
+        if not (folder / "meta").is_dir():
+            raise ValueError("missing")
+        return meta.verified(store.read_json(folder / "meta"))
 
 
-def read_whole(
-    folder: Path, table: Mapping[str, str]
-) -> tuple[dict[str, np.ndarray], str | None]:
-    """Read an item and verify it: (arrays by path, what is wrong or None)."""
+def read_whole(folder: Path, table: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """The arrays of an item by path, verified by their digests.
+
+    Raises:
+        DamagedError: they cannot be read, or differ from what was saved.
+    """
     if not table:
-        return {}, None
-    try:
-        arrays = store.read_tree(folder)
-    except Exception as error:  # damage shows as almost any error
-        return {}, one_line(error)
-    wrong = digests.damage(arrays, table)
-    return arrays, wrong[0] if wrong else None
+        return {}
+    with _damage_in(folder.name):
+        arrays = store.read_tree(folder, table)
+        if changed := digests.changed_leaves(arrays, table):
+            raise ValueError(f"{changed[0]}: digest differs from the one saved")
+    return arrays
 
 
 def read_frozen(directory: Path, record: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The verified frozen parameters that a step refers to; {} when there are none.
 
     Raises:
-        ValueError: they are missing or damaged.
+        DamagedError: they are missing or damaged.
     """
     name, table = record["frozen"]["folder"], record["frozen"]["digests"]
     if name is None:
         return {}
-    folder = directory / name
-    if not folder.is_dir():
-        raise ValueError(
-            f"frozen parameters: {folder} is missing; expected it beside the step "
-            "folder; copy the whole checkpoints folder"
+    if not (directory / name).is_dir():
+        raise DamagedError(
+            f"frozen parameters: {directory / name} is missing; expected it beside "
+            "the step's folder; copy the whole checkpoints folder"
         )
-    arrays, reason = read_whole(folder / "params", table)
-    if reason is not None:
-        raise ValueError(f"frozen parameters: {folder}: {reason}")
-    return arrays
+    return read_whole(directory / name / "params", table)
+
+
+@contextlib.contextmanager
+def _damage_in(item: str) -> Iterator[None]:
+    """Whatever reading an item raises means damage, unless it is about this machine."""
+    try:
+        yield
+    except (MemoryError, PermissionError, NotImplementedError):
+        raise
+    except Exception as error:  # a damaged file shows as almost any error
+        raise DamagedError(f"{item}: {one_line(error)}") from None
 
 
 def check_target(target: Any, table: Mapping[str, str], where: str) -> None:
@@ -121,6 +140,6 @@ def _place_leaf(array: np.ndarray, target: Any) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, short enough for a message."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    """An error in one line; both ends of a long one, as the reason may come last."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:70]} ... {text[-120:]}"

@@ -5,10 +5,9 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from bitmamba.io import digests, store
+from bitmamba.io import digests
 
 FORMAT = 1
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -56,24 +55,22 @@ def make_meta(
     return {**meta, "digest": _own_digest(meta)}
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """The verified `meta` item of a step folder.
+def verified(meta: dict[str, Any]) -> dict[str, Any]:
+    """A `meta` item as read from disk, without its own digest, which must match.
 
     Raises:
-        ValueError: it does not match its own digest, or is of a newer format.
+        ValueError: it does not match.
+        NotImplementedError: it is of a newer format.
     """
-    if not (folder / "meta").is_dir():
-        raise ValueError("meta is missing")
-    meta = store.read_json(folder / "meta")
-    digest = meta.pop("digest", None) if isinstance(meta, dict) else None
-    if digest is None or digest != _own_digest(meta):
-        raise ValueError("meta: digest differs from the one saved")
-    if meta["format"] > FORMAT:
+    body = {key: value for key, value in meta.items() if key != "digest"}
+    if meta.get("digest") != _own_digest(body):
+        raise ValueError("digest differs from the one saved")
+    if body["format"] > FORMAT:
         raise NotImplementedError(
-            f"checkpoint {folder}: format {meta['format']}; expected at most {FORMAT}; "
-            "it was written by a newer version, update this one"
+            f"checkpoint meta: got format {body['format']}; expected at most {FORMAT}; "
+            "a newer version wrote it, update this one"
         )
-    return meta
+    return body
 
 
 def frozen_folder(frozen_digests: Mapping[str, str]) -> str:

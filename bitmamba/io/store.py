@@ -1,20 +1,27 @@
-"""The thin layer over Orbax: items of a step written and read as host arrays.
+"""Items of a step: written by Orbax, read back array by array with TensorStore.
 
-Everything is read as numpy arrays in the saved dtype, whatever devices wrote it;
-the caller verifies the bytes and only then places them.
+The files are Orbax's own (OCDBT, zarr) and any Orbax reads them. We read with the
+library under it, because Orbax's reader leaves tasks behind when a file is damaged,
+whose tracebacks appear at any later time. Everything is read as numpy arrays in the
+saved dtype, whatever devices wrote it; the caller verifies the bytes.
 """
 
-import logging
+import contextlib
+import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
-from bitmamba.io import digests
+from bitmamba.io import digests, quiet
 
-TREE_ITEMS = ("trainable", "opt_state", "params")
+_TREE_ITEMS = ("trainable", "opt_state", "params")
+_READ_BYTES = 1 << 28  # of arrays whose reads are in flight together
 
 
 class Leaf(NamedTuple):
@@ -27,21 +34,21 @@ class Leaf(NamedTuple):
     n_bytes: int
 
 
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "/orbax/" not in record.pathname.replace("\\", "/")
-
-
-def silence() -> None:
-    """Drop Orbax's own log lines and tracebacks; errors still reach us."""
-    logger = logging.getLogger("absl")
-    if _not_from_orbax not in logger.filters:
-        logger.addFilter(_not_from_orbax)
-
-
 def make_writer() -> ocp.AsyncCheckpointer:
     """An asynchronous writer of steps; holds threads until closed."""
-    silence()
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    quiet.silence_orbax()
+    trees = {
+        item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
+        for item in _TREE_ITEMS
+    }
+    handler = ocp.CompositeCheckpointHandler(meta=ocp.JsonCheckpointHandler(), **trees)
+    return ocp.AsyncCheckpointer(handler)
+
+
+def close_writer(writer: ocp.AsyncCheckpointer) -> None:
+    """Release its threads; what it still has to say has been told before."""
+    with contextlib.suppress(Exception):
+        writer.close()
 
 
 def start_write(writer: ocp.AsyncCheckpointer, folder: Path, **items: Any) -> None:
@@ -50,55 +57,54 @@ def start_write(writer: ocp.AsyncCheckpointer, folder: Path, **items: Any) -> No
     Args:
         writer: from `make_writer`; errors surface in its `wait_until_finished`.
         folder: must not exist.
-        **items: `meta` is a JSON-able dict, every other item a pytree of arrays; a
-            tree without leaves is left out, as Orbax refuses it.
+        **items: `meta` is a JSON-able dict; "trainable", "opt_state" or "params" a
+            pytree of arrays; one without leaves is left out, as Orbax refuses it.
     """
     args = {
-        name: ocp.args.JsonSave(item) if name == "meta" else ocp.args.StandardSave(item)
+        name: ocp.args.JsonSave(item) if name == "meta" else ocp.args.PyTreeSave(item)
         for name, item in items.items()
         if name == "meta" or jax.tree.leaves(item)
     }
     writer.save(folder, args=ocp.args.Composite(**args))
 
 
-def read_json(folder: Path) -> dict[str, Any]:
+def read_json(folder: Path) -> Any:
     """The JSON item in a folder."""
-    silence()
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return reader.restore(folder, args=ocp.args.JsonRestore())
+    return json.loads((folder / "metadata").read_bytes())
 
 
-def read_leaves(folder: Path) -> dict[str, Leaf]:
-    """The leaves of a tree item by path, from its metadata alone."""
-    silence()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        found = digests.leaves(_metadata_tree(reader, folder))
-    return {path: _leaf(metadata) for path, metadata in found.items()}
+def read_leaves(folder: Path, paths: Iterable[str]) -> dict[str, Leaf]:
+    """Shapes and dtypes of an item's arrays, from their metadata alone."""
+    return {path: _leaf(array) for path, array in _open(folder, paths).items()}
 
 
-def read_tree(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of a tree item by path, as numpy; PRNG keys as their key data."""
-    silence()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        tree = _metadata_tree(reader, folder)
-        if not jax.tree_util.tree_leaves(tree):
-            return {}
-        as_numpy = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
-        )
-        args = ocp.args.PyTreeRestore(restore_args=as_numpy)
-        restored = reader.restore(folder, args=args)
-    return {p: np.asarray(leaf) for p, leaf in digests.leaves(restored).items()}
+def read_tree(folder: Path, paths: Iterable[str]) -> dict[str, np.ndarray]:
+    """An item's arrays as numpy; PRNG keys as their key data."""
+    arrays: dict[str, np.ndarray] = {}
+    reading: dict[str, ts.Future] = {}
+    n_bytes = 0
+    for path, array in _open(folder, paths).items():
+        reading[path] = array.read()
+        n_bytes += _leaf(array).n_bytes
+        if n_bytes > _READ_BYTES:
+            arrays |= {p: future.result() for p, future in reading.items()}
+            reading, n_bytes = {}, 0
+    return arrays | {path: future.result() for path, future in reading.items()}
 
 
-def _metadata_tree(reader: ocp.Checkpointer, folder: Path) -> Any:
-    metadata = reader.metadata(folder).item_metadata
-    if metadata is None:
-        raise ValueError(f"{folder}: no array metadata")
-    return metadata.tree
+def _open(folder: Path, paths: Iterable[str]) -> dict[str, ts.TensorStore]:
+    """Open arrays of an item; the cache is new, so that the disk is read anew."""
+    context = ts.Context()
+    base = {"driver": "file", "path": f"{folder}/"}
+    opening = {}
+    for path in paths:
+        store = {"driver": "ocdbt", "base": base, "path": path.replace("/", ".") + "/"}
+        spec = {"driver": "zarr", "kvstore": store}
+        opening[path] = ts.open(spec, open=True, read=True, context=context)
+    return {path: future.result() for path, future in opening.items()}
 
 
-def _leaf(metadata: Any) -> Leaf:
-    dtype, shape = np.dtype(metadata.dtype), getattr(metadata, "shape", ())
-    n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return Leaf(f"{dtype}[{','.join(map(str, shape))}]", n_bytes)
+def _leaf(array: ts.TensorStore) -> Leaf:
+    dtype, shape = np.dtype(array.dtype.numpy_dtype), array.shape
+    spec = digests.spec(jax.ShapeDtypeStruct(shape, dtype))
+    return Leaf(spec, math.prod(shape) * dtype.itemsize)
