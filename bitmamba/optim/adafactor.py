@@ -77,7 +77,10 @@ def scale_by_adafactor(
 
     def update(updates, state, params=None):
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError(
+                "adafactor: params: got None; expected the parameters, which set the "
+                "step; call update(updates, state, params)"
+            )
         t = state.count.astype(jnp.float32) + 1.0
         cap = 1.0
         if cfg.relative_step:
