@@ -121,16 +121,9 @@ def build_data(
     Raises:
         ValueError: something that the user can fix, in one line.
     """
-    paths = _find_files(cfg)
-    _check_tokenizer(tokenizer, vocab_size)
-    template = load_template(cfg.template, tokenizer)
-    loader = Loader(cfg, template, tokenizer, vocab_size)
-    for role, name, path in paths:
-        loader.load(name, path, role=role)
-    check_refused(loader.files, cfg.max_refused_share)
+    template, loader = _load(cfg, tokenizer, vocab_size)
     stores, categories = loader.stores()
     _check_trained(loader.files, stores, cfg)
-
     plan = make_plan(
         sft_lengths=stores["sft"].lengths,
         sft_sources=stores["sft"].sources,
@@ -176,6 +169,20 @@ def build_data(
         batch_size=batch_size,
         accumulation=accumulation,
     )
+
+
+def _load(
+    cfg: DataConfig, tokenizer: DataTokenizer, vocab_size: int
+) -> tuple[Template, Loader]:
+    """Every file read, encoded and accounted for."""
+    paths = _find_files(cfg)
+    _check_tokenizer(tokenizer, vocab_size)
+    template = load_template(cfg.template, tokenizer)
+    loader = Loader(cfg, template, tokenizer, vocab_size)
+    for role, name, path in paths:
+        loader.load(name, path, role=role)
+    check_refused(loader.files, cfg.max_refused_share)
+    return template, loader
 
 
 def _digest(

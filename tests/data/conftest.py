@@ -60,3 +60,17 @@ def build(write):
         return build_data(DataConfig(**cfg), tokenizer or ByteTokenizer(), **run)
 
     return build
+
+
+@pytest.fixture
+def trained_texts():
+    """What each document of a stream trains, by the byte tokenizer."""
+
+    def trained_texts(bundle, stream="sft"):
+        store, made = bundle.stores[stream], []
+        for start, stop in zip(store.offsets[:-1], store.offsets[1:], strict=True):
+            mask = store.weights_of(start, stop) > 0
+            made.append(ByteTokenizer().decode(store.tokens[start:stop][mask]))
+        return made
+
+    return trained_texts
