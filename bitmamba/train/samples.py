@@ -18,7 +18,8 @@ def continue_prompts(
     tokenizer = data.tokenizer
     pairs = []
     for prompt in config.eval.prompts:
-        ids = data.prompt_ids(prompt) if config.data.sft else tokenizer.encode(prompt)
+        is_chat = bool(config.data.sft)
+        ids = data.prompt_ids(prompt) if is_chat else data.text_ids(prompt)
         continued = generate(
             model,
             params,
