@@ -1,60 +1,86 @@
 """One chunk of the scan, forward and backward; README.md derives the formulas.
 
-Shapes: x, dy (B, Q, H, P); dt (B, Q, H); A (H,); B, C (B, Q, G, N); D (H, P) or None;
-state (B, H, P, N). Everything is in the wide dtype already.
+Arguments: x, dy (B, Q, H, P); dt (B, Q, H); A (H,); B, C (B, Q, G, N); D (H, P) or
+None; state (B, H, P, N); all in the wide dtype already. Inside, heads come before
+tokens and are split by group, (B, G, R, Q, P) with R = H/G: then every product is a
+batch of plain matrix products and no operand is transposed twice.
+
+Three habits make XLA:CPU fast here: sums are products with ones (its reductions fuse
+badly), barriers keep a factor from being recomputed inside a product's operand, and the
+two transposed inputs are made once. Barriers change no value.
 """
 
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.ssd.decays import keep, lower, make_decays
+from pallas_kernels.ssd.decays import Decays, keep, lower, make_decays
 
-
-def _per_group(t, groups):
-    """(B, Q, H, P) -> (B, G, Q, H/G·P)."""
-    b, q, h, p = t.shape
-    return t.reshape(b, q, groups, h // groups * p).swapaxes(1, 2)
+_exact_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def _per_head(t, heads):
-    """(B, G, Q, H/G·P) -> (B, Q, H, P)."""
-    b, _, q, _ = t.shape
-    return t.swapaxes(1, 2).reshape(b, q, heads, -1)
+def _by_group(t, groups):
+    """(B, H, ...) -> (B, G, R, ...)."""
+    return t.reshape(t.shape[0], groups, -1, *t.shape[2:])
 
 
-def _spread(t, heads):
-    """(B, G, Q, Q) -> (B, H, Q, Q)."""
-    return jnp.repeat(t, heads // t.shape[1], axis=1)
+def _by_head(t):
+    """(B, G, R, ...) -> (B, H, ...)."""
+    return t.reshape(t.shape[0], -1, *t.shape[3:])
 
 
-def _state_groups(state, groups):
-    """(B, H, P, N) -> (B, G, H/G·P, N)."""
-    b, h, p, n = state.shape
-    return state.reshape(b, groups, h // groups * p, n)
+def _heads_first(t, groups):
+    """(B, Q, H, ...) -> (B, G, R, Q, ...)."""
+    return _by_group(t.swapaxes(1, 2), groups)
+
+
+def _tokens_first(t):
+    """(B, G, R, Q, ...) -> (B, Q, H, ...)."""
+    return _by_head(t).swapaxes(1, 2)
+
+
+def _sum_last(t):
+    return _exact_einsum("...p,p->...", t, jnp.ones(t.shape[-1], t.dtype))
+
+
+def _sum_heads(t):
+    """(B, G, R, Q, N) -> (B, G, Q, N)."""
+    b, g, r, q, n = t.shape
+    flat = t.reshape(b, g, r, q * n)
+    return _exact_einsum("r,bgrz->bgz", jnp.ones(r, t.dtype), flat).reshape(b, g, q, n)
+
+
+def _prepare(x, dt, A, B, C, masks):
+    """What both directions need, heads first: x, dt, B, C, decays and scores."""
+    groups = B.shape[2]
+    decays = Decays(*(_by_group(t, groups) for t in make_decays(dt, A, masks)))
+    B, C = B.swapaxes(1, 2), C.swapaxes(1, 2)
+    scores = jnp.einsum("bgin,bgjn->bgij", C, B)
+    scores = jnp.where(masks.pair[:, None], scores, 0)[:, :, None]
+    return _heads_first(x, groups), _heads_first(dt, groups), B, C, decays, scores
 
 
 def chunk_forward(state, x, dt, A, B, C, D, masks):
     """One chunk: (state leaving it, y)."""
-    heads, groups = x.shape[2], B.shape[2]
-    decays = make_decays(dt, A, masks)
-    scores = jnp.einsum("bign,bjgn->bgij", C, B)
-    scores = jnp.where(masks.pair[:, None], scores, 0)
+    shape, groups = state.shape, B.shape[2]
+    x_given = x
+    x, dt, B, C, decays, scores = _prepare(x, dt, A, B, C, masks)
+    state = _by_group(state, groups)
     # dt goes into the weights, not onto x: the weights of foreign tokens are exact
     # zeros, and x is finite where dt·x may not be.
-    weights = _spread(scores, heads) * decays.pair * dt.swapaxes(1, 2)[:, :, None]
-    y = jnp.einsum("bhij,bhjp->bhip", weights, x.swapaxes(1, 2)).swapaxes(1, 2)
-
-    seen = jnp.einsum("bign,bgen->bgie", C, _state_groups(state, groups))
-    seen = _per_head(seen, heads) * decays.from_start[..., None]
-    y = y + keep(masks.from_start, seen)
+    weights = scores * decays.pair * dt[..., None, :]
+    x = lax.optimization_barrier(x)
+    y = jnp.einsum("bgrij,bgrjp->bgrip", weights, x)
+    seen = jnp.einsum("bgin,bgrpn->bgrip", C, state) * decays.from_start[..., None]
+    y = _tokens_first(y + keep(masks.from_start, seen, axis=3))
     if D is not None:
-        y = y + D * x
+        y = y + D * x_given
 
-    left = _per_group((dt * decays.to_end)[..., None] * x, groups)
-    added = jnp.einsum("bgie,bign->bgen", left, B).reshape(state.shape)
-    state = keep(masks.through, state * decays.through[..., None, None]) + added
-    return state, y
+    left = (dt * decays.to_end)[..., None] * x
+    added = jnp.einsum("bgrjp,bgjn->bgrpn", left, B)
+    passed = keep(masks.through, state * decays.through[..., None, None])
+    return (passed + added).reshape(shape), y
 
 
 def chunk_backward(dstate, state, dy, x, dt, A, B, C, D, masks):
@@ -63,83 +89,91 @@ def chunk_backward(dstate, state, dy, x, dt, A, B, C, D, masks):
     Returns:
         (gradient of the entering state, (dx, ddt, dB, dC), (dA, dD)).
     """
-    heads, groups = x.shape[2], B.shape[2]
-    wide = x.dtype
-    decays = make_decays(dt, A, masks)
-    scores = jnp.einsum("bign,bjgn->bgij", C, B)
-    scores = jnp.where(masks.pair[:, None], scores, 0)
-    scores_h = _spread(scores, heads)
-    dy_h = dy.swapaxes(1, 2)
-    x_h = (dt[..., None] * x).swapaxes(1, 2)
+    shape, groups = state.shape, B.shape[2]
+    dD = None if D is None else (dy * x).sum((0, 1))
+    x, dt, B, C, decays, scores = _prepare(x, dt, A, B, C, masks)
+    state, dstate = _by_group(state, groups), _by_group(dstate, groups)
+    x, dy = lax.optimization_barrier((x, _heads_first(dy, groups)))
 
-    # Inside the chunk.
-    u = jnp.einsum("bhij,bhip->bhjp", scores_h * decays.pair, dy_h).swapaxes(1, 2)
-    dscores_h = jnp.einsum("bhip,bhjp->bhij", dy_h, x_h) * decays.pair
-    pairs = jnp.where(masks.pair[:, None], dscores_h * scores_h, 0)
-    b, _, q, _ = dscores_h.shape
-    dscores = dscores_h.reshape(b, groups, heads // groups, q, q).sum(2)
-    dscores = jnp.where(masks.pair[:, None], dscores, 0)
-    dC = jnp.einsum("bgij,bjgn->bign", dscores, B)
-    dB = jnp.einsum("bgij,bign->bjgn", dscores, C)
+    u, dB, dC, pairs = _inside(dy, x, dt, B, C, decays, scores, masks)
+    heard = lax.optimization_barrier(decays.from_start[..., None] * dy)
+    dC_heads = jnp.einsum("bgrip,bgrpn->bgrin", heard, state)
+    dC_heads = keep(masks.from_start, dC_heads, axis=3)
+    dC = dC + _sum_heads(dC_heads)
+    from_start = _sum_last(dC_heads * C[:, :, None])
 
-    # Through the state entering the chunk.
-    heard_h = (decays.from_start[..., None] * dy).swapaxes(1, 2)
-    dC_h = keep_rows(masks.from_start, jnp.einsum("bhip,bhpn->bhin", heard_h, state))
-    n = B.shape[-1]
-    dC = dC + dC_h.reshape(b, groups, -1, q, n).sum(2).swapaxes(1, 2)
-    C_h = jnp.repeat(C.swapaxes(1, 2), heads // groups, axis=1)
-    from_start = (dC_h * C_h).sum(-1).swapaxes(1, 2)
-    # Through the state leaving it.
-    dstate_g = _state_groups(dstate, groups)
-    v = jnp.einsum("bjgn,bgen->bgje", B, dstate_g)
-    v = keep(masks.to_end, _per_head(v, heads) * decays.to_end[..., None])
+    left = lax.optimization_barrier((dt * decays.to_end)[..., None] * x)
+    dB_heads = jnp.einsum("bgrjp,bgrpn->bgrjn", left, dstate)
+    dB_heads = keep(masks.to_end, dB_heads, axis=3)
+    dB = dB + _sum_heads(dB_heads)
+    v = jnp.einsum("bgjn,bgrpn->bgrjp", B, dstate) * decays.to_end[..., None]
+    v = keep(masks.to_end, v, axis=3)
     u = u + v
-    to_end = dt * (x * v).sum(-1)
-    left = _per_group((dt * decays.to_end)[..., None] * x, groups)
-    dB_end = jnp.einsum("bgie,bgen->bign", left, dstate_g)
-    dB = dB + keep(masks.to_end, dB_end)
-    through = keep(masks.through, decays.through * (dstate * state).sum((-2, -1)))
-    heard = _per_group(heard_h.swapaxes(1, 2), groups)
-    dstate_in = jnp.einsum("bgie,bign->bgen", heard, C).reshape(state.shape)
-    dstate_in += keep(masks.through, dstate * decays.through[..., None, None])
+    to_end = dt * _sum_last(x * v)
 
-    # Log decays: sums of terms of which none cancels another.
-    after, before = masks.pair, masks.pair & ~jnp.eye(q, dtype=bool)
-    crossing = jnp.einsum("bhij,kj->bhik", pairs, lower(q, wide, strict=True))
-    crossing = jnp.where(after[:, None], crossing, 0).sum(2).swapaxes(1, 2)
-    da = (
+    through = decays.through * _sum_last(_sum_last(dstate * state))
+    through = keep(masks.through, through)
+    passed = keep(masks.through, dstate * decays.through[..., None, None])
+    dstate_in = jnp.einsum("bgrip,bgin->bgrpn", heard, C) + passed
+
+    da = _log_decay_gradient(pairs, from_start, to_end, through, masks)
+    ddt = _sum_last(x * u) + A.reshape(groups, -1, 1) * da
+    dx = dt[..., None] * u
+    if D is not None:
+        dx = dx + _by_group(D[None], groups)[:, :, :, None] * dy
+    dA = _sum_last(dt * da).sum(0).reshape(A.shape)
+    dB, dC = dB.swapaxes(1, 2), dC.swapaxes(1, 2)
+    tokens = (_tokens_first(dx), _tokens_first(ddt), dB, dC)
+    return dstate_in.reshape(shape), tokens, (dA, dD)
+
+
+def _inside(dy, x, dt, B, C, decays, scores, masks):
+    """Gradients between tokens of the chunk.
+
+    Returns:
+        (u = dL/d(dt·x), dB, dC, R_ij = dL/d(l_i - l_j) for j <= i).
+    """
+    u = jnp.einsum("bgrij,bgrip->bgrjp", scores * decays.pair, dy)
+    dweights = jnp.einsum("bgrip,bgrjp->bgrij", dy, x)
+    dscores_heads = dweights * (decays.pair * dt[..., None, :])
+    # An overflow between foreign tokens is replaced, not multiplied, by zero.
+    pairs = jnp.where(masks.pair[:, None, None], dscores_heads * scores, 0)
+    dscores = jnp.where(masks.pair[:, None], _sum_heads(dscores_heads), 0)
+    dC = jnp.einsum("bgij,bgjn->bgin", dscores, B)
+    dB = jnp.einsum("bgij,bgin->bgjn", dscores, C)
+    return u, dB, dC, pairs
+
+
+def _log_decay_gradient(pairs, from_start, to_end, through, masks):
+    """dL/d(dt_k·A): everything that crosses token k, in sums where nothing cancels.
+
+    sum_{i>=k>j} R_ij + sum_{i>=k} from_start_i + sum_{j<k} to_end_j + through.
+    """
+    size, wide = pairs.shape[-1], pairs.dtype
+    after, before = masks.pair, masks.pair & ~jnp.eye(size, dtype=bool)
+    left_of = _exact_einsum("bgrij,kj->bgrik", pairs, lower(size, wide, strict=True))
+    left_of = lax.optimization_barrier(left_of)
+    crossing = jnp.where(after[:, None, None], left_of, 0)
+    crossing = _exact_einsum("i,bgrik->bgrk", jnp.ones(size, wide), crossing)
+    return (
         crossing
         + _sums(after.swapaxes(1, 2), from_start, masks)
         + _sums(before, to_end, masks)
-        + through[:, None]
+        + through[..., None]
     )
-    dx = dt[..., None] * u
-    ddt = (x * u).sum(-1) + A * da
-    dA = (dt * da).sum((0, 1))
-    dD = None
-    if D is not None:
-        dx = dx + D * dy
-        dD = (dy * x).sum((0, 1))
-    return dstate_in, (dx, ddt, dB, dC), (dA, dD)
 
 
 def _sums(chosen, values, masks):
-    """sum_i chosen_ki · values_i for chosen (B or 1, Q, Q) and values (B, Q, H).
+    """sum_i chosen_ki · values_i for chosen (B or 1, Q, Q) and values (B, G, R, Q).
 
     Between documents a zero weight must also silence an overflowed neighbour: bad
     values are left out of the product and put back where they belong.
     """
-    weights = jnp.broadcast_to(
-        chosen.astype(values.dtype), (values.shape[0], *chosen.shape[1:])
-    )
-    product = functools.partial(jnp.einsum, "bki,bih->bkh", weights)
+    weights = chosen.astype(values.dtype)
+    weights = jnp.broadcast_to(weights, (values.shape[0], *chosen.shape[1:]))
+    product = functools.partial(_exact_einsum, "bki,bgri->bgrk", weights)
     if masks.from_start is None:
         return product(values)
     good = jnp.isfinite(values)
     spoilt = product((~good).astype(values.dtype)) > 0
     return jnp.where(spoilt, jnp.nan, product(jnp.where(good, values, 0)))
-
-
-def keep_rows(mask, t):
-    """Mask (B, Q) over the token axis of (B, H, Q, N)."""
-    return t if mask is None else jnp.where(mask[:, None, :, None], t, 0)

@@ -36,8 +36,8 @@ class Decays(NamedTuple):
 
     pair: (B, H, Q, Q), exp(l_i - l_j), clamped at 1: above the diagonal and between
         documents it is meaningless and must meet a zero or a mask.
-    from_start: (B, Q, H), from the state entering the chunk to token i.
-    to_end: (B, Q, H), from token j to the state leaving the chunk.
+    from_start: (B, H, Q), from the state entering the chunk to token i.
+    to_end: (B, H, Q), from token j to the state leaving the chunk.
     through: (B, H), across the whole chunk.
     """
 
@@ -52,12 +52,18 @@ def lower(size: int, dtype: jnp.dtype, *, strict: bool = False) -> jax.Array:
     return jnp.tril(jnp.ones((size, size), dtype), -1 if strict else 0)
 
 
-def keep(mask: jax.Array | None, values: jax.Array) -> jax.Array:
-    """`values` where the mask holds and an exact zero elsewhere; all if it is None."""
+def keep(mask: jax.Array | None, values: jax.Array, *, axis: int = 1) -> jax.Array:
+    """`values` where the mask holds, exact zeros elsewhere; all if the mask is None.
+
+    mask is (B,), or (B, Q) with Q at `axis` of the values.
+    """
     if mask is None:
         return values
-    mask = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
-    return jnp.where(mask, values, 0)
+    shape = [1] * values.ndim
+    shape[0] = mask.shape[0]
+    if mask.ndim == 2:
+        shape[axis] = mask.shape[1]
+    return jnp.where(mask.reshape(shape), values, 0)
 
 
 def make_masks(run: jax.Array | None, run_before: jax.Array | None, size: int) -> Masks:
@@ -102,8 +108,8 @@ def make_decays(dt: jax.Array, A: jax.Array, masks: Masks) -> Decays:
     from_start = jnp.exp(coarse + fine)
     return Decays(
         pair,
-        keep(masks.from_start, from_start.swapaxes(1, 2)),
-        keep(masks.to_end, to_end.swapaxes(1, 2)),
+        keep(masks.from_start, from_start, axis=2),
+        keep(masks.to_end, to_end, axis=2),
         keep(masks.through, from_start[..., -1]),
     )
 
