@@ -1,8 +1,6 @@
 """Composes a run: model, parameters, optimiser, checkpoints and compiled functions."""
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
 import time
@@ -158,18 +156,16 @@ def _check_params(source: str, params: Params, shapes: Params) -> None:
 def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:
     """What must not change between a save and a resume, by name."""
     plain = config_read.to_json(config)
+    plain["train"].pop("max_bad_steps")
     return {
         **data.fingerprints,
         "plan": data.plan_digest,
-        "model": _digest(plain["model"]),
-        "optim": _digest(plain["optim"]),
-        "train": _digest({**plain["train"], "seed": plain["seed"]}),
+        "model": plain["model"],
+        "optim": plain["optim"],
+        "train": plain["train"],
+        "seed": config.seed,
         "init_from": config.checkpoint.init_from,
     }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 class Started(NamedTuple):

@@ -15,17 +15,16 @@ def continue_prompts(
     Returns:
         (prompt, continuation) pairs, in the order of `config.eval.prompts`.
     """
-    tokenizer = data.tokenizer
-    pairs = []
-    for prompt in config.eval.prompts:
-        is_chat = bool(config.data.sft)
-        ids = data.prompt_ids(prompt) if is_chat else data.text_ids(prompt)
-        continued = generate(
-            model,
-            params,
-            ids,
-            max_tokens=config.eval.sample_tokens,
-            stop_id=tokenizer.eot_id,
-        )
-        pairs.append((prompt, tokenizer.decode(list(continued))))
-    return pairs
+    prompts = config.eval.prompts
+    if not prompts:
+        return []
+    encode = data.prompt_ids if config.data.sft else data.text_ids
+    continued = generate(
+        model,
+        params,
+        [encode(prompt) for prompt in prompts],
+        max_tokens=config.eval.sample_tokens,
+        stop_id=data.tokenizer.eot_id,
+    )
+    texts = [data.tokenizer.decode(ids) for ids in continued]
+    return list(zip(prompts, texts, strict=True))
