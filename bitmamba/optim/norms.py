@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Below this sum of squares single leaves may have lost theirs to underflow.
-_SMALL = 1e-20
+# Outside of these sums of squares some square may have been lost or infinite; the
+# factor brings every float32 gradient of that side back inside.
+_SMALL, _SMALL_FACTOR = 1e-20, 2.0**64
+_LARGE_FACTOR = 2.0**-80
 
 
 def sum_squares(x: jax.Array) -> jax.Array:
@@ -42,24 +44,34 @@ def leaf_norms(tree: Any, *, norm: str = "l2", clamp: float | None = None) -> An
     Returns:
         A tree of float32 scalars; inf or NaN where the leaf has such elements.
 
-    Numerics: plain float32 sums of squares; only when their total is not finite or
-        below 1e-20 (norm 1e-10) is each leaf divided by its largest element first.
+    Numerics: float32 sums of squares. Only when their total is not finite, or below
+        1e-20 (norm 1e-10), they are taken once more of gradients times a power of 2.
+        A loop, and not two branches, so that the sums are compiled only once.
     """
 
     def clamped(x):
+        x = x.astype(jnp.float32)
         return x if clamp is None else jnp.clip(x, -clamp, clamp)
 
     if norm == "inf":
         return jax.tree.map(lambda x: _largest(clamped(x)), tree)
-    sums = jax.tree.map(lambda x: sum_squares(clamped(x)), tree)
-    total = sum(jax.tree.leaves(sums))
-    return jax.lax.cond(
-        jnp.isfinite(total) & (total > _SMALL),
-        lambda tree, sums: jax.tree.map(jnp.sqrt, sums),
-        lambda tree, sums: jax.tree.map(lambda x: _scaled_norm(clamped(x)), tree),
-        tree,
-        sums,
-    )
+
+    def more(carry):
+        return carry[0] < 2
+
+    def sums_of_squares(carry):
+        tries, factor, _ = carry
+        sums = jax.tree.map(lambda x: sum_squares(clamped(x) * factor), tree)
+        total = sum(jax.tree.leaves(sums))
+        good = jnp.isfinite(total) & (total > _SMALL)
+        # The factor that these sums were taken with stays if they are good or last.
+        last = good | (tries == 1)
+        other = jnp.where(total <= _SMALL, _SMALL_FACTOR, _LARGE_FACTOR)
+        return jnp.where(last, 2, 1), jnp.where(last, factor, other), sums
+
+    start = (jnp.int32(0), jnp.float32(1), jax.tree.map(lambda _: jnp.float32(0), tree))
+    _, factor, sums = jax.lax.while_loop(more, sums_of_squares, start)
+    return jax.tree.map(lambda s: jnp.sqrt(s) / factor, sums)
 
 
 def join_norms(norms: Any, *, norm: str = "l2") -> jax.Array:

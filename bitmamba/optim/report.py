@@ -25,6 +25,7 @@ from bitmamba.paths import flatten
 from bitmamba.types import Params
 
 _NO_NORM = 1e-12
+_SMALL_LEAF = 2**14
 
 
 def update_report(
@@ -58,11 +59,7 @@ def update_report(
     grads, params, updates, raw_norms, norms = (
         flatten(tree) for tree in (grads, params, updates, raw_norms, norms)
     )
-    masks = {"lost_share": {p: _lost(params[p], u) for p, u in updates.items()}}
-    if clamp is not None:
-        masks["clamped_share"] = {p: jnp.abs(g) > clamp for p, g in grads.items()}
-    if at_floor is not None:
-        masks["eps_floor_share"] = flatten(at_floor)
+    at_floor = at_floor and flatten(at_floor)
 
     def gradient_norms(paths):
         before = join_norms([raw_norms[p] for p in paths], norm=cfg.norm)
@@ -78,17 +75,42 @@ def update_report(
         paths = [p for p in grads if groups.index[p] == i]
         if not paths:
             continue
-        update_norm = _l2([updates[p] for p in paths])
-        param_norm = _l2([params[p] for p in paths])
+        bins = _bins(params, paths)
+        here, updates_here = _gather(params, bins), _gather(updates, bins)
+        lost = [_lost(p, u) for p, u in zip(here, updates_here, strict=True)]
+        update_norm = _l2(updates_here)
         figures = {
             "lr": lr * groups.rules[i].lr_mult,
             **gradient_norms(paths),
             "update_norm": update_norm,
-            "update_ratio": update_norm / jnp.maximum(param_norm, _NO_NORM),
-            **{key: _share([mask[p] for p in paths]) for key, mask in masks.items()},
+            "update_ratio": update_norm / jnp.maximum(_l2(here), _NO_NORM),
+            "lost_share": _share(lost),
         }
+        if clamp is not None:
+            beyond = [jnp.abs(g) > clamp for g in _gather(grads, bins)]
+            figures["clamped_share"] = _share(beyond)
+        if at_floor is not None:
+            figures["eps_floor_share"] = _share(_gather(at_floor, bins))
         report |= {f"optim/{name}/{key}": value for key, value in figures.items()}
     return report
+
+
+def _bins(params, paths):
+    """Large leaves alone, small ones of one dtype together: less to compile and run."""
+    bins = {}
+    for p in paths:
+        small = params[p].size <= _SMALL_LEAF
+        bins.setdefault(params[p].dtype if small else p, []).append(p)
+    return list(bins.values())
+
+
+def _gather(flat, bins):
+    return [
+        flat[paths[0]]
+        if len(paths) == 1
+        else jnp.concatenate([flat[p].ravel() for p in paths])
+        for paths in bins
+    ]
 
 
 def _lost(param, update):
