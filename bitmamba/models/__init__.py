@@ -7,6 +7,7 @@
 Parameter paths ("layer_0/mixer/in_proj/kernel", ...) are a public contract.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -39,8 +40,16 @@ def init_params(model: LM, key: jax.Array) -> dict[str, Any]:
 
 
 def param_shapes(model: LM) -> dict[str, Any]:
-    """The tree of parameters as ShapeDtypeStructs; allocates nothing."""
-    return jax.eval_shape(lambda: _init(model, jax.random.key(0)))
+    """The tree of parameters as ShapeDtypeStructs; allocates nothing.
+
+    Each kind of layer is traced once, so that deep models take no longer.
+    """
+    kinds = tuple(dict.fromkeys(model.cfg.layers))
+    shallow = build_model(dataclasses.replace(model.cfg, layers=kinds))
+    shapes = jax.eval_shape(lambda: _init(shallow, jax.random.key(0)))
+    layers = {name: shapes.pop(f"layer_{i}") for i, name in enumerate(kinds)}
+    deep = {f"layer_{i}": layers[name] for i, name in enumerate(model.cfg.layers)}
+    return shapes | deep
 
 
 def count_params(model: LM) -> int:
