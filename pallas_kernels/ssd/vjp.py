@@ -35,7 +35,7 @@ def _ssd_fwd(x, dt, A, B, C, D, run, initial_state, chunk_size):
 def _ssd_bwd(chunk_size, saved, cotangents):
     x, dt, A, B, C, D, run, initial_state, states = saved
     dy, dfinal = cotangents
-    wide, size = states.dtype, _size(x, chunk_size)
+    wide, size = states.dtype, _size(x, B, chunk_size)
     A_wide, D_wide = _wide(A, wide), _wide(D, wide)
 
     def one(carry, chunk):
@@ -76,7 +76,7 @@ ssd_chunked.defvjp(_ssd_fwd, _ssd_bwd)
 def _forward(x, dt, A, B, C, D, run, initial_state, chunk_size, *, keep_states):
     """(y, final state, states entering the chunks or None)."""
     wide = jnp.promote_types(wide_dtype(x, dt), initial_state.dtype)
-    size = _size(x, chunk_size)
+    size = _size(x, B, chunk_size)
     A_wide, D_wide = _wide(A, wide), _wide(D, wide)
 
     def one(state, chunk):
@@ -91,8 +91,11 @@ def _forward(x, dt, A, B, C, D, run, initial_state, chunk_size, *, keep_states):
     return _join(y, x.shape[1]), final_state, states
 
 
-def _size(x, chunk_size):
-    return min(chunk_size, x.shape[1])
+def _size(x, B, chunk_size):
+    """Tokens per chunk. With one state per channel the work grows with the chunk and
+    carrying the state is nearly free: short chunks win (README.md, "Speed")."""
+    longest = 32 if B.shape[-1] == 1 else chunk_size
+    return min(chunk_size, longest, x.shape[1])
 
 
 def _wide(t, wide):
