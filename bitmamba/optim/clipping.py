@@ -10,25 +10,24 @@ from bitmamba.optim.norms import join_norms, leaf_norms
 
 
 class ClipFactors(NamedTuple):
-    """Clipped = gradient / divisor * factor; both are 1 where nothing is clipped."""
+    """Clipped = gradient * first * second; both are 1 where nothing is clipped."""
 
-    divisor: jax.Array
-    factor: jax.Array
+    first: jax.Array
+    second: jax.Array
 
 
 def clip_factors(total: jax.Array, *, limit: float) -> ClipFactors:
     """What a gradient of norm `total` is scaled by so that it has at most `limit`.
 
-    Numerics: a division and a product, since limit / total can underflow; a norm
-        and a limit of zero leave the zeros as they are. A norm that is not finite
-        makes everything NaN: 1 / inf would be a silent update of zeros.
+    Numerics: two factors, since limit / total is zero in float32 for a huge total (and
+        XLA makes gradient / total into gradient * (1 / total)). A norm and a limit
+        of zero leave the zeros as they are. A norm that is not finite makes
+        everything NaN: 1 / inf would be a silent update of zeros.
     """
     above = total > limit
-    factor = jnp.where(above, limit, 1.0)
-    return ClipFactors(
-        divisor=jnp.where(above, total, 1.0),
-        factor=jnp.where(jnp.isfinite(total), factor, jnp.nan),
-    )
+    first = jnp.where(above & (total > 2.0**64), 2.0**-64, 1.0)
+    second = jnp.where(above, limit / jnp.where(above, total * first, 1.0), 1.0)
+    return ClipFactors(first, jnp.where(jnp.isfinite(total), second, jnp.nan))
 
 
 def clip_by_norm(
@@ -52,7 +51,7 @@ def clip_by_norm(
         del params, extra
         norms = leaf_norms(updates, norm=norm) if norms is None else norms
         factors = clip_factors(join_norms(norms, norm=norm), limit=limit)
-        clipped = jax.tree.map(lambda g: g / factors.divisor * factors.factor, updates)
+        clipped = jax.tree.map(lambda g: g * factors.first * factors.second, updates)
         return clipped, state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

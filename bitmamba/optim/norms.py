@@ -1,5 +1,6 @@
 """Norms of gradients that neither overflow nor underflow on the way."""
 
+import functools
 from typing import Any
 
 import jax
@@ -26,13 +27,18 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def _scaled_norm(x: jax.Array) -> jax.Array:
-    """‖x‖₂ through x / max|x|: right for 1e20 and 1e-30; inf and NaN stay visible."""
+    """‖x‖₂ of a few values of any size; inf and NaN stay visible.
+
+    Scaled by powers of two and not by max|x|: XLA makes x / scalar into a product
+    with the reciprocal, which is zero for 3e38.
+    """
     largest = _largest(x)
-    divisor = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
-    norm = divisor * jnp.sqrt(sum_squares(x.astype(jnp.float32) / divisor))
-    return jnp.where(jnp.isfinite(largest), norm, largest)
+    small = jnp.where(largest < 2.0**-40, _SMALL_FACTOR, 1.0)
+    factor = jnp.where(largest > 2.0**40, _LARGE_FACTOR, small)
+    return jnp.sqrt(sum_squares(x * factor)) / factor
 
 
+@functools.partial(jax.jit, static_argnames=("norm", "clamp"))
 def leaf_norms(tree: Any, *, norm: str = "l2", clamp: float | None = None) -> Any:
     """The norm of every leaf.
 

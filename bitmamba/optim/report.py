@@ -66,7 +66,7 @@ def update_report(
         after = join_norms([norms[p] for p in paths], norm=cfg.norm)
         if cfg.max_norm is not None:
             factors = clip_factors(total, limit=cfg.max_norm)
-            after = after / factors.divisor * factors.factor
+            after = after * factors.first * factors.second
         return {"grad_norm": before, "grad_norm_clipped": after}
 
     total = join_norms(norms, norm=cfg.norm)

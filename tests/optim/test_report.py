@@ -20,8 +20,7 @@ RULES = (
 def run(params, grads, *, rules=RULES, steps=1, **settings):
     cfg = OptimConfig(schedule="constant", warmup_steps=0, rules=rules, **settings)
     optimizer = make_optimizer(cfg, params, steps=steps)
-    update = jax.jit(optimizer.update)
-    return update(grads, optimizer.init(params), params)
+    return optimizer.update(grads, optimizer.init(params), params)
 
 
 def test_norms_and_ratio_of_each_group_and_of_all():
