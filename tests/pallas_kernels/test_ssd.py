@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import ssd, ssd_step
+from pallas_kernels.ssd.shapes import SHAPES
 
 FLOAT32 = {"all": 3e-6, "dA": 5e-6}
 # x, B, C and y, dx, dB, dC are rounded to 8 bits, 2^-9 relative each.
@@ -242,3 +243,23 @@ def test_pallas_says_what_is_missing():
     inputs = cases.cast(cases.make_inputs((1, 4, 4, 3, 2, 8)), np.float32)
     with pytest.raises(NotImplementedError, match=rf"'cpu' with JAX {jax.__version__}"):
         ssd(**inputs, chunk_size=4, implementation="pallas")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_sizes_trace_forward_and_backward(name):
+    s = SHAPES[name]
+    tokens = (s.batch, s.length)
+    maps = jax.ShapeDtypeStruct((*tokens, s.n_groups, s.d_state), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((*tokens, s.n_heads, s.headdim), jnp.bfloat16)
+    dt = jax.ShapeDtypeStruct((*tokens, s.n_heads), jnp.float32)
+    A = jax.ShapeDtypeStruct((s.n_heads,), jnp.float32)
+
+    def run(*args):
+        out, pullback = jax.vjp(lambda *a: ssd(*a, chunk_size=s.chunk_size), *args)
+        return out, pullback(out)
+
+    out, grads = jax.eval_shape(run, x, dt, A, maps, maps)
+
+    assert out.y == x
+    assert out.final_state.shape == (s.batch, s.n_heads, s.headdim, s.d_state)
+    assert grads == (x, dt, A, maps, maps)
