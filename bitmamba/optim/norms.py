@@ -55,12 +55,13 @@ def leaf_norms(tree: Any, *, norm: str = "l2", clamp: float | None = None) -> An
         A loop, and not two branches, so that the sums are compiled only once.
     """
 
+    limit = jnp.inf if clamp is None else clamp
+    if norm == "inf":
+        return jax.tree.map(lambda x: jnp.minimum(_largest(x), limit), tree)
+
     def clamped(x):
         x = x.astype(jnp.float32)
-        return x if clamp is None else jnp.clip(x, -clamp, clamp)
-
-    if norm == "inf":
-        return jax.tree.map(lambda x: _largest(clamped(x)), tree)
+        return x if clamp is None else jnp.clip(x, -limit, limit)
 
     def more(carry):
         return carry[0] < 2

@@ -11,7 +11,9 @@ Keys for each group: optim/<group>/
                        zero there: rounding in the parameter's dtype took it
     eps_floor_share    elements whose step the epsilon sets, if the rule has a floor
 and over everything: grad_norm, grad_norm_clipped, lr (multiplier 1).
-Gradient norms are in `OptimConfig.norm`, the one that is clipped.
+Gradient norms are in `OptimConfig.norm`, the one that is clipped. Norms and
+clamped_share are of all elements; lost_share and eps_floor_share of a leaf with more
+than 2^16 elements are those of evenly spaced rows with about as many.
 """
 
 import jax
@@ -26,6 +28,7 @@ from bitmamba.types import Params
 
 _NO_NORM = 1e-12
 _SMALL_LEAF = 2**14
+_SAMPLE = 2**16
 
 
 def update_report(
@@ -77,20 +80,25 @@ def update_report(
             continue
         bins = _bins(params, paths)
         here, updates_here = _gather(params, bins), _gather(updates, bins)
-        lost = [_lost(p, u) for p, u in zip(here, updates_here, strict=True)]
+        sizes = [x.size for x in here]
+        lost = [
+            _lost(_rows(p), _rows(u)) for p, u in zip(here, updates_here, strict=True)
+        ]
         update_norm = _l2(updates_here)
         figures = {
             "lr": lr * groups.rules[i].lr_mult,
             **gradient_norms(paths),
             "update_norm": update_norm,
             "update_ratio": update_norm / jnp.maximum(_l2(here), _NO_NORM),
-            "lost_share": _share(lost),
+            "lost_share": _share(lost, sizes),
         }
         if clamp is not None:
-            beyond = [jnp.abs(g) > clamp for g in _gather(grads, bins)]
-            figures["clamped_share"] = _share(beyond)
+            figures["clamped_share"] = _clamped_share(
+                [grads[p] for p in paths], [raw_norms[p] for p in paths], clamp=clamp
+            )
         if at_floor is not None:
-            figures["eps_floor_share"] = _share(_gather(at_floor, bins))
+            floor = [_rows(mask) for mask in _gather(at_floor, bins)]
+            figures["eps_floor_share"] = _share(floor, sizes)
         report |= {f"optim/{name}/{key}": value for key, value in figures.items()}
     return report
 
@@ -113,6 +121,17 @@ def _gather(flat, bins):
     ]
 
 
+def _clamped_share(grads, norms, *, clamp):
+    """Counted only where a norm says that some element may be beyond the clamp."""
+
+    def count(grads):
+        beyond = sum(_count(jnp.abs(g) > clamp) for g in grads)
+        return beyond / sum(g.size for g in grads)
+
+    some = jnp.any(jnp.stack(norms) > clamp)
+    return jax.lax.cond(some, count, lambda _: jnp.float32(0.0), grads)
+
+
 def _lost(param, update):
     """Where `optax.apply_updates` gives back the very parameter."""
     new = (param + update).astype(param.dtype)
@@ -123,9 +142,15 @@ def _l2(leaves):
     return jnp.sqrt(sum(sum_squares(x) for x in leaves))
 
 
-def _share(masks):
-    counts = [_count(mask) for mask in masks]
-    return sum(counts) / sum(mask.size for mask in masks)
+def _rows(x):
+    """Evenly spaced rows with about _SAMPLE elements; a full pass costs too much."""
+    return x[:: min(x.size // _SAMPLE, x.shape[0])] if x.size > _SAMPLE else x
+
+
+def _share(masks, sizes):
+    """Of all elements, from the masks of all or of some rows of each leaf."""
+    shares = [_count(m) / m.size * n for m, n in zip(masks, sizes, strict=True)]
+    return sum(shares) / sum(sizes)
 
 
 def _count(mask):

@@ -163,6 +163,24 @@ def test_paths_are_matched_by_name_where_the_two_orders_differ():
     assert float(report["optim/second/eps_floor_share"]) == 1.0
 
 
+def test_large_leaves_are_sampled_for_lost_updates_but_not_for_clamped_elements():
+    """A quarter of the rows is looked at; one huge element is still seen."""
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.standard_normal((512, 512)) * 0.02, jnp.bfloat16)
+    grads = jnp.asarray(rng.uniform(0.1, 0.9, (512, 512)), jnp.float32)
+    grads = grads.at[1, 1].set(7.0)
+
+    updates, _, report = run(
+        {"w": start}, {"w": grads}, rules=RULES[2:], lr=4e-3, clamp=1.0
+    )
+
+    new = optax.apply_updates({"w": start}, updates)["w"]
+    lost = np.mean(np.asarray(new) == np.asarray(start))
+    assert 0.1 < lost < 0.9
+    np.testing.assert_allclose(report["optim/all/lost_share"], lost, atol=0.01)
+    np.testing.assert_allclose(report["optim/all/clamped_share"], 2.0**-18, rtol=1e-6)
+
+
 def test_counts_are_exact_beyond_the_integers_of_float32():
     mask = jnp.ones((3, 2**23), bool)
 
