@@ -110,12 +110,12 @@ def test_one_huge_step_does_not_blur_its_neighbours():
 
 
 def test_case_b061_dt_bias_gradient_is_finite_and_right():
-    shape = (2, 20, 4, 4, 1, 8)
-    inputs = cases.cast(cases.make_inputs(shape), jnp.bfloat16)
-    raw = np.random.default_rng(3).uniform(-100, 100, (2, 20, 4)).astype(np.float32)
+    shape = (2, 29, 4, 3, 2, 16)
+    inputs = cases.cast(cases.make_inputs(shape, skip="head"), jnp.bfloat16)
+    raw = np.random.default_rng(3).uniform(-100, 100, (2, 29, 4)).astype(np.float32)
     A_log = np.linspace(-5, 5, 4, dtype=np.float32)
     dy, dstate = cases.make_cotangents(shape)
-    cotangents = (np.float64(jnp.asarray(dy, jnp.bfloat16)), dstate)
+    cotangents = (jnp.asarray(dy, jnp.bfloat16), dstate)
 
     def dt_bias_gradient(run, inputs, raw, A_log):
         bias = jnp.zeros(4, raw.dtype)
@@ -125,12 +125,15 @@ def test_case_b061_dt_bias_gradient_is_finite_and_right():
         return out["y"], back_dt(jnp.asarray(out["ddt"]))[0], back_A(out["dA"])[0]
 
     got = dt_bias_gradient(
-        lambda i: cases.chunked(i, cotangents, None, 64), inputs, raw, A_log
+        lambda i: cases.chunked(i, cotangents, None, 8), inputs, raw, A_log
     )
     with jax.enable_x64(True):
         raw, A_log = np.float64(raw), np.float64(A_log)
         want = dt_bias_gradient(
-            lambda i: cases.truth(i, cotangents), inputs, raw, A_log
+            lambda i: cases.truth(i, (np.float64(cotangents[0]), dstate)),
+            inputs,
+            raw,
+            A_log,
         )
 
     for value, true, limit in zip(got, want, (4e-3, 3e-5, 3e-5), strict=True):
@@ -194,17 +197,17 @@ def test_checkpoint_and_jit_change_nothing():
 
 @settings(deadline=None, max_examples=12)
 @given(
-    groups_n=st.sampled_from([(1, 16), (4, 1)]),
+    case=st.sampled_from([((2, 29, 4, 3, 2, 16), 8), ((2, 37, 4, 6, 4, 1), 64)]),
     largest_dt=st.sampled_from([1e-4, 0.1, 10.0]),
     seed=st.integers(0, 1000),
 )
-def test_any_values_equal_the_recurrence(groups_n, largest_dt, seed):
-    shape = (1, 19, 4, 3, *groups_n)
+def test_any_values_equal_the_recurrence(case, largest_dt, seed):
+    shape, chunk_size = case
     inputs = cases.make_inputs(shape, seed, dt=(0, largest_dt))
     inputs = cases.cast(inputs, np.float32)
     cotangents = cases.make_cotangents(shape, seed)
 
-    got = cases.chunked(inputs, cotangents, None, 8)
+    got = cases.chunked(inputs, cotangents, None, chunk_size)
     want = cases.truth(inputs, cotangents)
 
     cases.assert_close(got, want, {"all": 5e-6, "dA": 1e-5})
