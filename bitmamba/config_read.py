@@ -120,7 +120,7 @@ def _hint(key: str, known: Mapping[str, Any]) -> str:
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Check one value against its annotation; ints are accepted as floats."""
     if isinstance(hint, types.UnionType):
-        if value is None:
+        if value in (None, "", "none", "None"):  # flags can only type text
             return None
         (hint,) = [h for h in typing.get_args(hint) if h is not type(None)]
     if dataclasses.is_dataclass(hint):

@@ -54,6 +54,13 @@ def test_comma_separated_paths_become_a_list():
     assert config.data.sft == ("a.jsonl", "b.jsonl")
 
 
+@pytest.mark.parametrize("text", ["", "none", "None"])
+def test_flags_can_unset_an_optional_text(text):
+    config = config_read.from_config_dict(typed(checkpoint__init_from=text))
+
+    assert config.checkpoint.init_from is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
