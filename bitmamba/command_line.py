@@ -93,6 +93,10 @@ def load_config(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("_checked_config", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"--config: got {file!r}; expected a file that ends in .py")
+    # Configs import one another as `configs.base`, also when a script asks for one.
+    root = str(Path(file).resolve().parent.parent)
+    if root not in sys.path:
+        sys.path.append(root)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):

@@ -244,3 +244,29 @@ def wait_for(condition, process, timeout_s=120):
         assert process.poll() is None, "the run ended too early"
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.02)
+
+
+def generate(*flags):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "generate.py"), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_generate_answers_from_the_run_and_refuses_bad_settings(unbroken):
+    workdir, _ = unbroken
+    asked = [f"--checkpoint={workdir}", "--prompt=What is a kludge?"]
+
+    done = generate(*asked, "--max_tokens=3")
+    again = generate(*asked, "--max_tokens=3", "--temperature=0")
+    refused = generate(*asked, "--top_p=1.5")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert again.stdout == done.stdout
+    assert refused.returncode == 2
+    (line,) = refused.stderr.strip().splitlines()
+    assert "top_p: got 1.5" in line
