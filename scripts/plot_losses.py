@@ -22,6 +22,9 @@ def main() -> None:
         found = read_rows(Path(run) / "metrics.jsonl")
         if not found:
             raise ValueError(f"--runs: {run!r} has no metrics.jsonl; expected a run")
+        # Each run has a base of its own; over several, that line means nothing.
+        if len(_RUNS.value) > 1:
+            found = [{k: v for k, v in r.items() if "base" not in k} for r in found]
         rows += [{**row, "step": row["step"] + first} for row in found]
         first = rows[-1]["step"]
     if not rows:

@@ -44,7 +44,9 @@ def linear(
         (..., F) in dtype.
     """
     if bit is None:
-        return jnp.dot(x.astype(dtype), w.astype(dtype))
+        # Flat, because XLA:CPU is slow at weight gradients that contract two axes.
+        flat = x.reshape(-1, x.shape[-1]).astype(dtype)
+        return jnp.dot(flat, w.astype(dtype)).reshape(*x.shape[:-1], w.shape[1])
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return bitlinear.bit_linear(x, w, bit, jnp.dtype(dtype))
 

@@ -26,13 +26,15 @@ def loss_picture(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     series = (
         ("loss", "training", {"alpha": 0.35, "linewidth": 1, "color": "C0"}),
-        ("eval/loss", "held-out examples", {"marker": "o", "color": "C1"}),
         ("retention/loss", "held-out replay text", {"marker": "s", "color": "C2"}),
+        ("eval/loss", "held-out examples", {"marker": "o", "color": "C1"}),
         ("retention/base_loss", "the same, base model", {"ls": "--", "color": "C2"}),
     )
+    drawn = []
     for key, label, style in series:
         points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
-        if points:
+        if points and points not in drawn:  # plain-text runs evaluate on replay only
+            drawn.append(points)
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
     axes.grid(alpha=0.3)
