@@ -30,8 +30,9 @@ def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
     )
     if preset == "tiny":
         config.checkpoint.init_from = "assets:base"
-        config.train.steps = 120
-        config.eval.every = 40
+        config.optim.lr = 1e-2
+        config.train.steps = 100
+        config.eval.every = 25
     else:
         _large(config)
     return config

@@ -22,7 +22,7 @@ from bitmamba.train.metrics import category_losses, total_sums
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.signals import StopSignal
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], int]:
