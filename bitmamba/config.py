@@ -233,7 +233,8 @@ class EvalConfig:
     """Evaluation every `every` steps, before the first and after the last one.
 
     max_windows: of held-out SFT and of held-out replay text each.
-    prompts: continued before and after training, to be read.
+    prompts: continued before and after training, to be read; sampled with
+        temperature 0.7, top_p 0.9 and the run's seed.
     sample_tokens: at most, per prompt.
     """
 

@@ -28,7 +28,11 @@ def loss_picture(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
         ("loss", "training", {"alpha": 0.35, "linewidth": 1, "color": "C0"}),
         ("retention/loss", "held-out replay text", {"marker": "s", "color": "C2"}),
         ("eval/loss", "held-out examples", {"marker": "o", "color": "C1"}),
-        ("retention/base_loss", "the same, base model", {"ls": "--", "color": "C2"}),
+        (
+            "retention/base_loss",
+            "held-out replay text, base model",
+            {"ls": "--", "color": "C2"},
+        ),
     )
     drawn = []
     for key, label, style in series:

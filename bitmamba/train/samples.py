@@ -3,14 +3,17 @@
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.models import LM
-from bitmamba.models.sample import generate
+from bitmamba.models.sample import Sampling, generate
 from bitmamba.types import Params
+
+# Small models repeat themselves when the likeliest token is always taken.
+TEMPERATURE, TOP_P = 0.7, 0.9
 
 
 def continue_prompts(
     config: Config, data: DataBundle, model: LM, params: Params
 ) -> list[tuple[str, str]]:
-    """Greedy continuations; a prompt is a user's turn if examples are trained.
+    """Sampled continuations, the same draw at every step; a prompt is a user's turn if examples are trained.
 
     Returns:
         (prompt, continuation) pairs, in the order of `config.eval.prompts`.
@@ -25,6 +28,7 @@ def continue_prompts(
         [encode(prompt) for prompt in prompts],
         max_tokens=config.eval.sample_tokens,
         stop_id=data.tokenizer.eot_id,
+        sampling=Sampling(TEMPERATURE, TOP_P, config.seed),
     )
     texts = [data.tokenizer.decode(ids) for ids in continued]
     return list(zip(prompts, texts, strict=True))
