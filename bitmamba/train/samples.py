@@ -13,7 +13,9 @@ TEMPERATURE, TOP_P = 0.7, 0.9
 def continue_prompts(
     config: Config, data: DataBundle, model: LM, params: Params
 ) -> list[tuple[str, str]]:
-    """Sampled continuations, the same draw at every step; a prompt is a user's turn if examples are trained.
+    """Sampled continuations, with the same draws before and after training.
+
+    A prompt is a user's turn if examples are trained, else plain text.
 
     Returns:
         (prompt, continuation) pairs, in the order of `config.eval.prompts`.
