@@ -33,7 +33,6 @@ def train(*flags, config="configs/sft.py", cwd=ROOT):
         (["--config.data.tokenizer=nowhere.json"], "nowhere.json"),
         (["--config.checkpoint.init_from=nowhere"], "init_from: got 'nowhere'"),
         (["--config.data.window=2"], "window"),
-        (["--config.data.min_score=100"], "min_score"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

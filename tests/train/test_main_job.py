@@ -156,7 +156,7 @@ def test_a_finished_run_is_not_run_again(unbroken):
     ("flags", "named"),
     [
         (["--config.data.window=48"], "plan"),
-        (["--config.optim.lr=0.5"], "optim.lr changed: got 0.5; expected 0.001"),
+        (["--config.optim.lr=0.5"], "optim.lr changed: got 0.5; expected 0.01"),
         (["--config.model.norm_eps=1e-6"], "model.norm_eps"),
         (["--config.data.tokenizer=bytes"], "tokenizer"),
         (
