@@ -15,6 +15,8 @@ from bitmamba.io.checkpoint import load_params
 from bitmamba.paths import flatten
 
 ROOT = Path(__file__).resolve().parents[2]
+# One process for the file, so that the first run is made once.
+pytestmark = pytest.mark.xdist_group("main job")
 SMALL = [
     "--config.model.layers=M*",
     "--config.model.d_model=32",
@@ -28,6 +30,7 @@ SMALL = [
     "--config.eval.sample_tokens=4",
     "--config.checkpoint.every=3",
     "--config.checkpoint.init_from=",
+    "--config.eval.prompts=()",
 ]
 
 
@@ -72,7 +75,8 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(base):
     """Eight steps in one go."""
-    done = train(base / "unbroken", "--config.train.steps=8")
+    prompts = "--config.eval.prompts=('What is a kludge?',)"
+    done = train(base / "unbroken", "--config.train.steps=8", prompts)
     assert done.returncode == 0, done.stdout + done.stderr
     return base / "unbroken", done.stdout
 
@@ -218,7 +222,6 @@ def test_numbers_that_stay_bad_end_the_run_with_code_3(base):
         "--config.optim.warmup_steps=0",
         "--config.optim.schedule=constant",
         "--config.model.layers=-",
-        "--config.eval.prompts=()",
     )
 
     assert done.returncode == 3, done.stdout + done.stderr
