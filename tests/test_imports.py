@@ -8,7 +8,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Package (longest prefix wins) -> what it may import of ours, beside itself.
-SHARED = {"config", "types", "paths", "assets_path"}
 ALLOWED = {
     "bitmamba.types": set(),
     "bitmamba.paths": set(),
