@@ -6,95 +6,37 @@ Each part of the program receives only its own dataclass.
 
 from dataclasses import dataclass, field
 
-LAYER_SYMBOLS = {"M": "mamba2", "B": "bitmamba2", "*": "attention", "-": "mlp"}
+from bitmamba.config_model import (
+    LAYER_SYMBOLS,
+    AttentionConfig,
+    BitLinearConfig,
+    BitMamba2Config,
+    Mamba2Config,
+    MLPConfig,
+    ModelConfig,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class BitLinearConfig:
-    """Ternary linear layers: int8 activations, ternary weights, straight through.
-
-    act_eps: "max" is 127 / max(absmax, 1e-5) (training); "add" is
-        127 / (absmax + 1e-5) (the public C and C++ engines).
-    rounding: "even" (training) or "away" from zero (the engines).
-    """
-
-    act_eps: str = "max"
-    rounding: str = "even"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mamba2Config:
-    """The standard Mamba-2 mixer: n_heads = expand * d_model / headdim."""
-
-    expand: int = 2
-    headdim: int = 64
-    n_groups: int = 1
-    d_state: int = 128
-    d_conv: int = 4
-    chunk_size: int = 64
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    dt_init_floor: float = 1e-4
-    dt_limit: tuple[float, float] = (0.0, float("inf"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BitMamba2Config:
-    """The public BitMamba-2 mixer: one scalar state per channel (N = 1, G = H)."""
-
-    expand: int = 2
-    n_heads: int = 16
-    d_conv: int = 4
-    chunk_size: int = 64
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    dt_init_floor: float = 1e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Causal grouped-query attention; rope_theta = 0 means no rotary positions."""
-
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    headdim: int = 64
-    rope_theta: float = 10_000.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLPConfig:
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
-
-    d_ff: int = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A stack of blocks x + mixer(norm(x)), one mixer a layer.
-
-    layers: mixer names, or a pattern string over LAYER_SYMBOLS, as "MM*-".
-    linear: "bit" (ternary BitLinear) or "dense" projections and head.
-    norm_placement: "block" norms before each mixer (and Mamba-2's gated norm);
-        "linear" puts a learned norm inside every BitLinear instead, the head's
-        included (the public model).
-    dtype: of the computation; parameters are always float32.
-    remat: recompute each block in the backward pass (less memory, more time).
-    """
-
-    vocab_size: int
-    d_model: int
-    layers: tuple[str, ...]
-    linear: str = "bit"
-    norm_placement: str = "block"
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    dtype: str = "bfloat16"
-    remat: bool = False
-    bitlinear: BitLinearConfig = field(default_factory=BitLinearConfig)
-    mamba2: Mamba2Config = field(default_factory=Mamba2Config)
-    bitmamba2: BitMamba2Config = field(default_factory=BitMamba2Config)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    mlp: MLPConfig = field(default_factory=MLPConfig)
+__all__ = [
+    "LAYER_SYMBOLS",
+    "AdafactorConfig",
+    "AdamWConfig",
+    "AttentionConfig",
+    "BitLinearConfig",
+    "BitMamba2Config",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "LoraConfig",
+    "LoraRule",
+    "LossConfig",
+    "MLPConfig",
+    "Mamba2Config",
+    "ModelConfig",
+    "OptimConfig",
+    "Rule",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +99,69 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraRule:
+    """Settings of the adapters whose whole place matches `pattern`; first wins.
+
+    pattern: over places as "layer_0/mixer/in_proj", "layer_0/mixer/in_proj/dt" (a
+        slice), "embed", "lm_head". Every rule must place at least one adapter.
+    rank: None is `LoraConfig.rank`; 0 places none there.
+    alpha, dropout: None is `LoraConfig`'s.
+    """
+
+    pattern: str
+    rank: int | None = None
+    alpha: float | None = None
+    dropout: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Where adapters stand, how large they are, and what trains beside them.
+
+    place: presets "attention", "ssm", "mlp", "all" (the projections of those layers;
+        never embedding or head) and projection names as "in_proj", "lm_head", "embed"
+        or a slice "in_proj.dt". Each must exist in the model.
+    skip_ssm: no adapters on state-space layers. skip_nextn: none on next-n heads.
+    rules: finer settings of what `place` names; with place=() they alone place.
+    rank, alpha: scale is alpha / rank, or alpha / sqrt(rank) with rslora.
+    dropout: share of the branch's inputs dropped in training.
+    dora: also learn the length of each adapted column (projections only).
+    train: patterns of base parameters trained directly, as ".*/(A_log|D|dt_bias)".
+    state_offset: also train an offset of each SSM layer's state (H, P, N).
+    codes: how frozen ternary weights stay in memory: "compute" (model.dtype: no
+        conversion in any step) or "int8" (smaller; converted in each product).
+    """
+
+    place: tuple[str, ...] = ("all",)
+    skip_ssm: bool = False
+    skip_nextn: bool = True
+    rules: tuple[LoraRule, ...] = ()
+    rank: int = 16
+    alpha: float = 32.0
+    rslora: bool = False
+    dropout: float = 0.0
+    dora: bool = False
+    train: tuple[str, ...] = ()
+    state_offset: bool = False
+    codes: str = "compute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What keeps the base's knowledge, beside replay: target-masked KL (TMKL).
+
+    tmkl: weight of KL(base || adapted), both without the target token; 0 is none.
+    direction: "forward" KL(base || adapted) or "reverse" KL(adapted || base).
+    pull: strength of the pull of what trains towards its start after each update,
+        pull · (1 + tmkl of the batch); 0 is none. It needs no gradient through KL.
+    """
+
+    tmkl: float = 0.0
+    direction: str = "forward"
+    pull: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdafactorConfig:
     """See `bitmamba.optim.adafactor` for the rules.
 
@@ -214,8 +219,8 @@ class OptimConfig:
 class TrainConfig:
     """How long, how much at once, and what.
 
-    mode: "full", or "head_only" (the head and its norm; no clamp, no backward
-        pass through the body).
+    mode: "full", "head_only" (the head and its norm; no clamp, no backward pass
+        through the body) or "lora" (adapters and what `LoraConfig` names).
     steps: optimiser updates. batch_size: windows per micro-batch.
     accumulation: micro-batches per update, weighted exactly by their tokens.
     max_bad_steps: stop after this many non-finite updates in a row.
@@ -272,6 +277,8 @@ class Config:
     memory_gb: float | None = None
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -50,6 +50,46 @@ class Features(NamedTuple):
     head: jax.Array
 
 
+class AdapterSite(NamedTuple):
+    """A weight that can be adapted.
+
+    path: of the weight without its last part, "layer_0/mixer/in_proj".
+    kind: of the layer ("mamba2", ...), or "embed", "head".
+    projection: last part of the path, "in_proj".
+    shape: (D, F) of the weight.
+    slices: (name, first column, column after the last) of a fused projection.
+    """
+
+    path: str
+    kind: str
+    projection: str
+    shape: tuple[int, int]
+    slices: tuple[tuple[str, int, int], ...] = ()
+
+
+class AdapterSpec(NamedTuple):
+    """One low-rank adapter: y[..., start:stop] += scale · (x @ a) @ b.
+
+    path: of its leaves; the site's, and the slice's name where it adapts a slice:
+        "layer_0/mixer/in_proj/dt" has the leaves ".../dt/a" and ".../dt/b".
+    site: path of the adapted weight.
+    shape: (D, F) of the adapted weight, or of the slice of it.
+    start: first adapted column of the weight.
+    rank, scale: R, and alpha / rank (or alpha / sqrt(rank)).
+    dropout: share of the branch's inputs that are dropped in training.
+    magnitude: it also learns the length of each column (DoRA).
+    """
+
+    path: str
+    site: str
+    shape: tuple[int, int]
+    start: int
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    magnitude: bool = False
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back; see `bitmamba.io.tokenizer`."""
 

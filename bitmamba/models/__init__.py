@@ -2,36 +2,52 @@
 
     model = build_model(cfg)
     params = init_params(model, jax.random.key(0))
-    hidden, head = model.apply({"params": params}, tokens, method="features")
+    hidden, head = model.apply(variables(model, params), tokens, method="features")
 
 Parameter paths ("layer_0/mixer/in_proj/kernel", ...) are a public contract.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bitmamba.config import ModelConfig
+from bitmamba.models.adapters import collections
 from bitmamba.models.attention import Attention
 from bitmamba.models.bitmamba2 import BitMamba2
 from bitmamba.models.cache import DecodeState
 from bitmamba.models.lm import LM
 from bitmamba.models.mamba2 import Mamba2
 from bitmamba.models.mlp import MLP
+from bitmamba.types import AdapterSpec, Params
 
 MIXERS = {"mamba2": Mamba2, "bitmamba2": BitMamba2, "attention": Attention, "mlp": MLP}
 
 
-def build_model(cfg: ModelConfig, *, kernels: str = "auto") -> LM:
+def build_model(
+    cfg: ModelConfig, *, kernels: str = "auto", adapters: Sequence[AdapterSpec] = ()
+) -> LM:
     """The model of a config, without parameters.
+
+    Args:
+        cfg: the architecture.
+        kernels: implementation of the sequence operators.
+        adapters: low-rank branches beside its weights; `bitmamba.lora` makes them.
 
     Raises:
         ValueError: a layer name that is not in MIXERS.
     """
-    return LM(cfg, tuple(_mixer(name, i) for i, name in enumerate(cfg.layers)), kernels)
+    mixers = tuple(_mixer(name, i) for i, name in enumerate(cfg.layers))
+    return LM(cfg, mixers, kernels, tuple(adapters))
+
+
+def variables(model: LM, tree: Params) -> dict[str, Any]:
+    """What `model.apply` takes: the tree split into parameters and adapters."""
+    return collections(tree, model.adapters)
 
 
 def init_params(model: LM, key: jax.Array) -> dict[str, Any]:

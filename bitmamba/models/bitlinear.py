@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from bitmamba.config import BitLinearConfig
-from bitmamba.quant.ternary import ternarise
+from bitmamba.quant.ternary import TernaryWeight, ternarise
 
 MIN_ABSMAX = 1e-5
 
@@ -101,6 +101,46 @@ def _backward(cfg, dtype, residuals, dy):
 
 
 bit_linear.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def frozen_bit_linear(
+    x: jax.Array, w: TernaryWeight, cfg: BitLinearConfig, dtype: jnp.dtype
+) -> jax.Array:
+    """`bit_linear` with a weight that is quantised already and does not train.
+
+    Args:
+        x: (..., D) float32. Activations, after the norm if there is one.
+        w: codes (D, F) and their scale.
+        cfg, dtype: as for `bit_linear`, with which y agrees bit for bit.
+
+    Returns:
+        (..., F) in dtype.
+
+    Gradient: to x alone, dx = (dy @ codesᵀ) · scale; saves nothing but w itself.
+    """
+    return _frozen_forward(x, w, cfg, dtype)[0]
+
+
+def _frozen_forward(x, w, cfg, dtype):
+    x_codes, x_scale = quantise_activations(x, cfg)
+    product = jnp.dot(
+        x_codes.astype(dtype),
+        w.codes.astype(dtype),
+        preferred_element_type=_wide(dtype),
+    )
+    y = (product * (x_scale * w.scale)).astype(dtype)
+    return y, (w, jnp.zeros((0,), x.dtype))
+
+
+def _frozen_backward(cfg, dtype, residuals, dy):
+    w, x_like = residuals
+    codes = w.codes.astype(dtype)
+    dx = jnp.dot(dy, codes.T, preferred_element_type=_wide(dtype))
+    return (dx * w.scale).astype(x_like.dtype), None
+
+
+frozen_bit_linear.defvjp(_frozen_forward, _frozen_backward)
 
 
 @jax.custom_vjp

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from bitmamba.config import BitLinearConfig, ModelConfig
-from bitmamba.models import bitlinear, init
+from bitmamba.models import adapters, bitlinear, init
+from bitmamba.quant.ternary import TernaryWeight
 from bitmamba.types import Features
+
+Kernel = jax.Array | TernaryWeight
 
 
 def rms_norm(
@@ -30,13 +33,13 @@ def rms_norm(
 
 
 def linear(
-    x: jax.Array, w: jax.Array, *, bit: BitLinearConfig | None, dtype: jnp.dtype
+    x: jax.Array, w: Kernel, *, bit: BitLinearConfig | None, dtype: jnp.dtype
 ) -> jax.Array:
     """The one product of activations and a kernel, whatever the kernel is.
 
     Args:
         x: (..., D) float.
-        w: (D, F) float32.
+        w: (D, F) float, or a frozen ternary weight, which needs `bit`.
         bit: quantise both sides so (BitLinear), or None for a plain product.
         dtype: of the computation.
 
@@ -48,7 +51,20 @@ def linear(
         flat = x.reshape(-1, x.shape[-1]).astype(dtype)
         return jnp.dot(flat, w.astype(dtype)).reshape(*x.shape[:-1], w.shape[1])
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if isinstance(w, TernaryWeight):
+        return bitlinear.frozen_bit_linear(x, w, bit, jnp.dtype(dtype))
     return bitlinear.bit_linear(x, w, bit, jnp.dtype(dtype))
+
+
+def kernel_of(
+    module: nn.Module, make: init.Initializer, shape: tuple[int, int]
+) -> Kernel:
+    """The module's "kernel", an array or packed; Flax's own check wants an array."""
+    if module.has_variable("params", "kernel"):
+        kernel = module.get_variable("params", "kernel")
+        if isinstance(kernel, TernaryWeight):
+            return kernel
+    return module.param("kernel", make, shape)
 
 
 class RMSNorm(nn.Module):
@@ -73,11 +89,17 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         shape = (x.shape[-1], self.n_features)
-        kernel = self.param("kernel", init.projection(self.init_scale), shape)
+        kernel = kernel_of(self, init.projection(self.init_scale), shape)
         if self.cfg.norm_placement == "linear":
             x = RMSNorm(self.cfg.norm_eps, name="norm")(x)
         bit = self.cfg.bitlinear if self.cfg.linear == "bit" else None
-        return linear(x, kernel, bit=bit, dtype=jnp.dtype(self.cfg.dtype))
+        y = linear(x, kernel, bit=bit, dtype=jnp.dtype(self.cfg.dtype))
+        branches = adapters.adapters_of(self)
+        if not branches:
+            return y
+        weight = kernel.value() if isinstance(kernel, TernaryWeight) else kernel
+        key = adapters.dropout_key(self)
+        return adapters.add_branches(y, x, branches, weight=weight, key=key)
 
 
 class Head(nn.Module):
@@ -92,11 +114,21 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> Features:
         shape = (x.shape[-1], self.cfg.vocab_size)
-        kernel = self.param("kernel", init.projection(), shape)
+        kernel = kernel_of(self, init.projection(), shape)
         if self.cfg.norm_placement == "linear":
             x = RMSNorm(self.cfg.norm_eps, name="norm")(x)
+        features = self._features(x, kernel)
+        branches = adapters.adapters_of(self)
+        if not branches:
+            return features
+        key = adapters.dropout_key(self)
+        return adapters.adapt_head(features, x, branches, key=key)
+
+    def _features(self, x: jax.Array, kernel: Kernel) -> Features:
         if self.cfg.linear == "bit":
             hidden = bitlinear.fake_quant_activations(x, self.cfg.bitlinear)
+            if isinstance(kernel, TernaryWeight):
+                return Features(hidden * kernel.scale, kernel.codes)
             return Features(hidden, bitlinear.fake_quant_weight(kernel))
         dtype = jnp.dtype(self.cfg.dtype)
         return Features(x.astype(dtype), kernel.astype(dtype))
@@ -112,9 +144,15 @@ class Embed(nn.Module):
         self.embedding = self.param("embedding", init.embedding, shape, jnp.float32)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding, tokens, axis=0, mode="fill")
+        x = jnp.take(self.embedding, tokens, axis=0, mode="fill")
+        for adapter in adapters.adapters_of(self):
+            low = jnp.take(adapter.a, tokens, axis=0, mode="fill")
+            x = x + adapter.spec.scale * (low @ adapter.b)
+        return x
 
     def tied_head(self, x: jax.Array) -> Features:
-        """Logits against the embedding itself, never quantised."""
+        """Logits against the (adapted) embedding itself, never quantised."""
         dtype = jnp.dtype(self.cfg.dtype)
-        return Features(x.astype(dtype), self.embedding.astype(dtype).T)
+        features = Features(x.astype(dtype), self.embedding.astype(dtype).T)
+        transposed = [adapters.transposed(a) for a in adapters.adapters_of(self)]
+        return adapters.adapt_head(features, x, transposed, key=None)

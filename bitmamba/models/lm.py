@@ -8,19 +8,21 @@ from bitmamba.config import ModelConfig
 from bitmamba.models.block import Block
 from bitmamba.models.cache import DecodeState, document_positions, real_tokens
 from bitmamba.models.layers import Embed, Head, RMSNorm
-from bitmamba.types import Features
+from bitmamba.types import AdapterSpec, Features
 
 
 class LM(nn.Module):
     """Build it with `bitmamba.models.build_model`, which fills in `mixers`.
 
     cfg: the architecture. mixers: one module class a layer. kernels: implementation of
-    the sequence operators, see `pallas_kernels`.
+    the sequence operators, see `pallas_kernels`. adapters: those whose leaves its
+    parameter trees hold; see `variables`.
     """
 
     cfg: ModelConfig
     mixers: tuple[type[nn.Module], ...]
     kernels: str = "auto"
+    adapters: tuple[AdapterSpec, ...] = ()
 
     def setup(self):
         self.embed = Embed(self.cfg)

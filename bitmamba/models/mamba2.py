@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from bitmamba.config import ModelConfig
-from bitmamba.models import init, recurrence
+from bitmamba.models import adapters, init, recurrence
 from bitmamba.models.cache import SSMState
 from bitmamba.models.layers import Linear, RMSNorm
 
@@ -75,6 +75,7 @@ class Mamba2(nn.Module):
             state=ssm_state,
             chunk_size=cfg.chunk_size,
             kernels=self.kernels,
+            offset=adapters.state_offset(self),
         )
         y = y.reshape(z.shape) * jax.nn.silu(z)
         if self.cfg.norm_placement == "block":

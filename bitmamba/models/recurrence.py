@@ -55,6 +55,7 @@ def scan(
     state: jax.Array | None,
     chunk_size: int,
     kernels: str,
+    offset: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The state-space recurrence, by chunks, or by one step when decoding one token.
 
@@ -68,6 +69,8 @@ def scan(
         state: (B, H, P, N) float32, or None.
         chunk_size: tokens a chunk.
         kernels: implementation, see `pallas_kernels.ssd`.
+        offset: (H, P, N) float32 or None. Added to the state wherever it is read, and
+            not carried on (state-offset tuning; arXiv:2503.03499, equation 7).
 
     Returns:
         (y: (B, L, H, P) in x.dtype, state: (B, H, P, N) float32).
@@ -76,19 +79,29 @@ def scan(
     if state is not None and x.shape[1] == 1:
         now = (t[:, 0] for t in (x, dt))
         y, state = pallas_kernels.ssd_step(*now, A, B[:, 0], C[:, 0], D=D, state=state)
-        return y[:, None], state
-    return pallas_kernels.ssd(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D=D,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-        initial_state=state,
-        implementation=kernels,
-    )
+        y = y[:, None]
+    else:
+        y, state = pallas_kernels.ssd(
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D=D,
+            segment_ids=segment_ids,
+            chunk_size=chunk_size,
+            initial_state=state,
+            implementation=kernels,
+        )
+    return y if offset is None else y + _read(offset, C).astype(y.dtype), state
+
+
+def _read(offset: jax.Array, C: jax.Array) -> jax.Array:
+    """What C (B, L, G, N) reads from a constant state (H, P, N): (B, L, H, P)."""
+    n_groups = C.shape[2]
+    by_group = offset.reshape(n_groups, -1, *offset.shape[1:]).astype(C.dtype)
+    y = jnp.einsum("blgn,grpn->blgrp", C, by_group)
+    return y.reshape(*C.shape[:2], *offset.shape[:2])
 
 
 def step_size(

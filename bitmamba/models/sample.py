@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bitmamba.models import init_decode_state
+from bitmamba.models import init_decode_state, variables
 from bitmamba.models.lm import LM
 from bitmamba.types import Params
 
@@ -134,7 +134,7 @@ def _compiled_step(model: LM):
     @jax.jit
     def step(params, tokens, is_real, state, key, temperature, top_p):
         logits, state = model.apply(
-            {"params": params},
+            variables(model, params),
             tokens,
             state=state,
             segment_ids=is_real,

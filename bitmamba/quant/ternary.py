@@ -4,6 +4,7 @@ A packed byte holds four codes q in {-1, 0, 1} as q + 1, the first in the low bi
 (the order of the public .bin files). Code 3 is never written and never accepted.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
@@ -13,6 +14,33 @@ import numpy as np
 from bitmamba.types import Array
 
 MIN_SCALE = 1e-5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TernaryWeight:
+    """A frozen ternary weight: its value is codes * scale; it is never re-quantised.
+
+    codes: whole numbers in {-1, 0, 1} of any dtype. scale: () float32.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.codes.shape
+
+    def value(self) -> jax.Array:
+        """The weight in the dtype of the scale."""
+        return self.codes.astype(self.scale.dtype) * self.scale
+
+
+def freeze_ternary(w: jax.Array, dtype: jnp.dtype) -> TernaryWeight:
+    """A latent weight as what BitLinear multiplies by, codes stored in dtype."""
+    codes, scale = ternarise(w)
+    return TernaryWeight(codes.astype(dtype), scale)
 
 
 def ternarise(w: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,10 @@ import numpy as np
 
 def lm(params, tokens, cfg, margins=None):
     """(L,) tokens -> (L, V) logits. margins collects distances from rounding ties."""
-    x = params["embed"]["embedding"][tokens]
+    table = params["embed"]["embedding"]
+    for _, scale, a, b, _ in params["embed"].get("lora", ()):
+        table = table + scale * a @ b
+    x = table[tokens]
     for i, name in enumerate(cfg.layers):
         layer = params[f"layer_{i}"]
         h = x
@@ -21,7 +24,7 @@ def lm(params, tokens, cfg, margins=None):
         x = x + MIXERS[name](layer.get("mixer", {}), h, cfg, margins)
     x = norm(x, params["final_norm"]["scale"], cfg.norm_eps)
     if cfg.tie_embeddings:
-        return x @ params["embed"]["embedding"].T
+        return x @ table.T
     return project(params["lm_head"], x, cfg, margins)
 
 
@@ -36,11 +39,23 @@ def project(p, x, cfg, margins=None):
         x = norm(x, p["norm"]["scale"], cfg.norm_eps)
     w = p["kernel"]
     if cfg.linear == "dense":
-        return x @ w
+        return x @ adapted(w, p.get("lora", ()))
     xq, wq = quantised_input(x, cfg.bitlinear, margins), quantised_weight(w, margins)
     x = x + jax.lax.stop_gradient(xq - x)
     w = w + jax.lax.stop_gradient(wq - w)
     return x @ w
+
+
+def adapted(w, lora):
+    """The weight itself with (first column, scale, a, b, magnitude) merged into it."""
+    for start, scale, a, b, magnitude in lora:
+        stop = start + b.shape[1]
+        columns = w[:, start:stop] + scale * a @ b
+        if magnitude is not None:
+            length = jax.lax.stop_gradient(jnp.sqrt((columns**2).sum(0)))
+            columns = magnitude * columns / length
+        w = jnp.concatenate([w[:, :start], columns, w[:, stop:]], axis=1)
+    return w
 
 
 def quantised_input(x, bit, margins=None):
@@ -106,7 +121,9 @@ def mamba2(p, u, cfg, margins=None):
     ]
     D = jnp.repeat(p["D"][:, None], m.headdim, axis=1)
     x = x.reshape(-1, heads, m.headdim)
-    y = recurrence(x, dt, -jnp.exp(p["A_log"]), *by_head, D).reshape(-1, d)
+    y = recurrence(x, dt, -jnp.exp(p["A_log"]), *by_head, D)
+    y = y + (p.get("state_offset", 0.0) * by_head[1][:, :, None]).sum(-1)
+    y = y.reshape(-1, d)
     y = y * z / (1 + jnp.exp(-z))
     if "norm" in p:
         y = norm(y, p["norm"]["scale"], cfg.norm_eps, m.n_groups)
@@ -129,6 +146,8 @@ def bitmamba2(p, u, cfg, margins=None):
         return h, C[:, None] * h + p["D"].reshape(heads, -1) * x
 
     y = jax.lax.scan(token, jnp.zeros_like(x[0]), (x, B, C, dt))[1]
+    if "state_offset" in p:
+        y = y + C[:, :, None] * p["state_offset"][:, :, 0]
     y = y.reshape(-1, d) * z / (1 + jnp.exp(-z))
     if "norm" in p:
         y = norm(y, p["norm"]["scale"], cfg.norm_eps)

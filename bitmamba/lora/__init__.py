@@ -1,0 +1,1 @@
+"""Adapters: where they stand, their first values, what they cover, and merging."""
