@@ -5,7 +5,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from bitmamba.config import LAYER_SYMBOLS, Config, ModelConfig, OptimConfig
+from bitmamba.config import (
+    LAYER_SYMBOLS,
+    Config,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+)
 
 
 def check(config: Config) -> None:
@@ -19,6 +26,8 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_optim(config.optim)
     _check_train(config)
+    _check_lora(config)
+    _check_loss(config.loss)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -141,18 +150,12 @@ def _check_optim(optim: OptimConfig) -> None:
         _not_negative(f"{where}.adafactor.eps1", optim.adafactor.eps1)
     for i, rule in enumerate(optim.rules):
         _not_negative(f"{where}.rules[{i}].lr_mult", rule.lr_mult)
-        try:
-            re.compile(rule.pattern)
-        except re.error as error:
-            raise ValueError(
-                f"{where}.rules[{i}].pattern: got {rule.pattern!r}; expected a "
-                f"regular expression ({error})"
-            ) from None
+        _pattern(f"{where}.rules[{i}].pattern", rule.pattern)
 
 
 def _check_train(config: Config) -> None:
     train = config.train
-    _choice("config.train.mode", train.mode, ("full", "head_only"))
+    _choice("config.train.mode", train.mode, ("full", "head_only", "lora"))
     for name in ("steps", "batch_size", "accumulation", "max_bad_steps"):
         _at_least(f"config.train.{name}", getattr(train, name), 1)
     for name in ("every", "max_windows"):
@@ -166,6 +169,59 @@ def _check_train(config: Config) -> None:
             "untied head (training it would change the embedding too); set "
             "config.model.tie_embeddings=False or train.mode=full"
         )
+
+
+def _check_lora(config: Config) -> None:
+    lora, where = config.lora, "config.lora"
+    _at_least(f"{where}.rank", lora.rank, 1)
+    _above(f"{where}.alpha", lora.alpha, 0.0)
+    _share(f"{where}.dropout", lora.dropout)
+    _choice(f"{where}.codes", lora.codes, ("compute", "int8"))
+    for i, rule in enumerate(lora.rules):
+        _pattern(f"{where}.rules[{i}].pattern", rule.pattern)
+        if rule.rank is not None:
+            _at_least(f"{where}.rules[{i}].rank", rule.rank, 0)
+        if rule.alpha is not None:
+            _above(f"{where}.rules[{i}].alpha", rule.alpha, 0.0)
+        if rule.dropout is not None:
+            _share(f"{where}.rules[{i}].dropout", rule.dropout)
+    for i, pattern in enumerate(lora.train):
+        _pattern(f"{where}.train[{i}]", pattern)
+    frozen = [i for i, rule in enumerate(config.optim.rules) if rule.freeze]
+    if config.train.mode == "lora" and frozen:
+        raise ValueError(
+            f"config.optim.rules[{frozen[0]}].freeze: got True with train.mode=lora; "
+            "expected no freezing rule (all but config.lora.place and "
+            "config.lora.train is frozen); remove it"
+        )
+    if config.train.mode != "lora" and lora != LoraConfig():
+        raise ValueError(
+            f"{where}: got settings with train.mode={config.train.mode}, which has no "
+            "adapters; expected train.mode=lora; set it, or leave config.lora alone"
+        )
+
+
+def _check_loss(loss: LossConfig) -> None:
+    _not_negative("config.loss.tmkl", loss.tmkl)
+    _choice("config.loss.direction", loss.direction, ("forward", "reverse"))
+    if not 0 <= loss.pull <= 1:
+        raise ValueError(
+            f"config.loss.pull: got {loss.pull:g}; expected 0 <= pull <= 1"
+        )
+
+
+def _share(where: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{where}: got {value:g}; expected 0 <= share < 1")
+
+
+def _pattern(where: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{where}: got {pattern!r}; expected a regular expression ({error})"
+        ) from None
 
 
 def _choice(where: str, value: Any, known: Sequence[str]) -> None:

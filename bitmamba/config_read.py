@@ -30,7 +30,7 @@ def from_config_dict(config: Any) -> Config:
     """
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     _expand_layers(values)
-    _split_paths(values)
+    _split_lists(values)
     resolved = _build(Config, values, "config")
     check(resolved)
     return resolved
@@ -73,21 +73,28 @@ def _expand_layers(values: dict[str, Any]) -> None:
     values["model"] = {**model, "layers": tuple(layers)}
 
 
-def _split_paths(values: dict[str, Any]) -> None:
+_LISTS = {
+    "data": ("sft", "replay", "heldout_replay"),
+    "lora": ("place", "train"),
+}
+
+
+def _split_lists(values: dict[str, Any]) -> None:
     """--config.data.sft=a.jsonl,b.jsonl arrives as ("a.jsonl,b.jsonl",); in place."""
-    data = values.get("data")
-    if not isinstance(data, Mapping):
-        return
-    lists = {k: data[k] for k in ("sft", "replay", "heldout_replay") if k in data}
-    values["data"] = {
-        **data,
-        **{
-            key: tuple(part for item in paths for part in item.split(",") if part)
-            for key, paths in lists.items()
-            if isinstance(paths, list | tuple)
-            and all(isinstance(item, str) for item in paths)
-        },
-    }
+    for part, keys in _LISTS.items():
+        group = values.get(part)
+        if not isinstance(group, Mapping):
+            continue
+        lists = {key: group[key] for key in keys if key in group}
+        values[part] = {
+            **group,
+            **{
+                key: tuple(one for item in items for one in item.split(",") if one)
+                for key, items in lists.items()
+                if isinstance(items, list | tuple)
+                and all(isinstance(item, str) for item in items)
+            },
+        }
 
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -27,6 +27,18 @@ def first_match(path: str, patterns: Sequence[str]) -> int | None:
     return None
 
 
+def must_match(pattern: str, paths: Iterable[str], *, where: str) -> None:
+    """Raise ValueError, naming the nearest path, when a pattern matches none."""
+    paths = list(paths)
+    if any(re.fullmatch(pattern, path) for path in paths):
+        return
+    near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.0)
+    hint = f"; nearest parameter: {near[0]!r}" if near else ""
+    raise ValueError(
+        f"{where}: pattern {pattern!r} matches no parameter{hint}; correct or remove it"
+    )
+
+
 def assign(paths: Iterable[str], patterns: Sequence[str], *, where: str) -> list[int]:
     """Match every path to its first rule; each path and each rule must be used.
 

@@ -34,3 +34,11 @@ def group_rules(*, state_lr_mult: float = 1.0) -> tuple[dict[str, Any], ...]:
         {"name": "norms", "pattern": ".*/(scale|bias)", "decay": False},
         {"name": "weights", "pattern": ".*"},
     )
+
+
+def adapter_rules() -> tuple[dict[str, Any], ...]:
+    """Adapters, and what `config.lora.train` adds; only the factors decay."""
+    return (
+        {"name": "adapters", "pattern": ".*/[ab]", "optional": True},
+        {"name": "direct", "pattern": ".*", "decay": False, "optional": True},
+    )

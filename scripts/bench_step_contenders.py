@@ -31,7 +31,7 @@ def _ours(shape):
     from bitmamba import config
     from bitmamba.models import build_model, init_params
     from bitmamba.optim import make_optimizer
-    from bitmamba.train.build import make_loss_fn
+    from bitmamba.train.objective import Frozen, make_loss_fn
     from bitmamba.train.state import init_state
     from bitmamba.train.step import make_train_step
     from bitmamba.types import Batch
@@ -59,7 +59,7 @@ def _ours(shape):
         )
         optimizer = make_optimizer(settings, params, steps=100)
         function = make_train_step(
-            make_loss_fn(model), optimizer.update, n_categories=1
+            make_loss_fn(model, config.LossConfig()), optimizer.update, n_categories=1
         )
         step = jax.jit(function, donate_argnums=0)
         tokens = _tokens(shape)[None]
@@ -77,7 +77,7 @@ def _ours(shape):
         batch = jax.device_put(batch)
 
         def call():
-            state[0], metrics = step(state[0], {}, batch)
+            state[0], metrics = step(state[0], Frozen({}, {}), batch)
             jax.block_until_ready(state[0])
             return float(metrics["loss"])
 

@@ -9,18 +9,19 @@ the bundled base model. Tokenizer and chat template are those of its run.
 Exit codes: 0 done, 2 no such checkpoint or a setting out of range.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import flags
 
 from bitmamba import command_line
-from bitmamba.assets_path import must_exist
-from bitmamba.config import Config, DataConfig
+from bitmamba.config import DataConfig
 from bitmamba.config_read import from_config_dict
-from bitmamba.types import Params, Tokenizer
+from bitmamba.types import Tokenizer
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, 'A run, a step, "assets:base".')
+_BASE = flags.DEFINE_string(
+    "base", None, "The base of a run that trained adapters, if it was moved."
+)
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue or to answer.")
 _CHAT = flags.DEFINE_boolean(
     "chat", None, "Ask as a user would; the default is as the checkpoint was trained."
@@ -37,15 +38,17 @@ def main() -> None:
         if not flag.value:
             raise ValueError(f"--{flag.name}: missing; expected a value")
     # These load JAX, hence after the flags are checked.
+    from bitmamba.io.runs import load_run
     from bitmamba.io.tokenizer import load_tokenizer
-    from bitmamba.models import build_model
     from bitmamba.models.sample import Sampling, stream
+    from bitmamba.train.build import run_model
 
-    params, config = load(_CHECKPOINT.value)
+    params, settings = load_run(_CHECKPOINT.value, base=_BASE.value)
+    config = from_config_dict(settings)
     tokenizer = load_tokenizer(config.data.tokenizer)
     chat = bool(config.data.sft) if _CHAT.value is None else _CHAT.value
     tokens = stream(
-        build_model(config.model, kernels=config.kernels),
+        run_model(config),
         params,
         prompt_ids(_PROMPT.value, config.data, tokenizer, chat=chat),
         max_tokens=_TOKENS.value,
@@ -55,18 +58,6 @@ def main() -> None:
     for piece in pieces(tokens, tokenizer.decode):
         print(piece, end="", flush=True)
     print()
-
-
-def load(path: str) -> tuple[Params, Config]:
-    """Parameters and the configuration they were trained with."""
-    from bitmamba.io.base import BASE, load_base
-    from bitmamba.io.checkpoint import load_params
-
-    if path == BASE:
-        file = must_exist(f"{BASE}/config.json", where="--checkpoint")
-        return load_base(), from_config_dict(json.loads(file.read_text()))
-    params, meta = load_params(path)
-    return params, from_config_dict(meta["config"])
 
 
 def prompt_ids(

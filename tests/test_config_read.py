@@ -77,7 +77,7 @@ def test_flags_can_unset_an_optional_text(text):
         ({"train.steps": -5}, r"config\.train\.steps: got -5; expected at least 1"),
         ({"train.steps": 2.5}, r"config\.train\.steps: got 2\.5; expected int"),
         ({"train.steps": True}, r"config\.train\.steps: got True"),
-        ({"train.mode": "lora"}, "expected one of full, head_only"),
+        ({"train.mode": "prefix"}, "expected one of full, head_only"),
         ({"model.layers": "MX"}, "unknown symbol 'X'"),
         ({"model.layers": ""}, "got no layer"),
         ({"model.layers": ["mamba3"]}, r"layers\[0\]: got 'mamba3'"),

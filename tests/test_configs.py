@@ -40,7 +40,7 @@ def test_one_step_of_the_default_traces(name):
     parts = build.build_parts(config, FakeData())
 
     state, metrics = jax.eval_shape(
-        parts.step, build.state_shape(parts), parts.frozen, build.batch_shape(config)
+        parts.step, build.state_shape(parts), parts.held, build.batch_shape(config)
     )
 
     assert jax.tree.structure(state.trainable) == jax.tree.structure(parts.trainable)

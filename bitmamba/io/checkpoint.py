@@ -76,6 +76,7 @@ class Checkpointer:
         trainable: Any,
         opt_state: Any,
         frozen_digests: Mapping[str, str],
+        frozen_source: str | None = None,
         extra: Mapping[str, Any],
     ) -> None:
         """Start to save a step; arrays are copied before this returns.
@@ -87,6 +88,8 @@ class Checkpointer:
             step: optimiser updates done.
             trainable, opt_state: pytrees of arrays.
             frozen_digests: from `save_frozen`; {} when nothing is frozen.
+            frozen_source: where the frozen parameters lie when `save_frozen` was not
+                called and `frozen_digests` only say which they are.
             extra: run counters, JSON-able.
         """
         self._collect()
@@ -97,6 +100,7 @@ class Checkpointer:
             fingerprints=self._fingerprints,
             leaf_digests={k: digests.tree_digests(v) for k, v in items.items()},
             frozen_digests=frozen_digests,
+            frozen_source=frozen_source,
             extra=extra,
         )
         if no_room := self._no_room(items):

@@ -28,20 +28,39 @@ def load_params(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         (nested dict of numpy arrays in the saved dtypes, the step's meta).
 
     Raises:
-        ValueError: nothing there, or no whole step.
+        ValueError: nothing there, no whole step, or adapters without their base.
     """
+    trainable, frozen, record = _newest_whole(path, with_frozen=True)
+    if source := record["frozen"].get("source"):
+        raise ValueError(
+            f"{path}: holds adapters alone, trained on {source}; expected whole "
+            "parameters; merge them first with scripts/export_weights.py"
+        )
+    return paths.unflatten({**frozen, **trainable}), record
+
+
+def load_trainable(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint trained, alone; arguments and errors as for `load_params`."""
+    trainable, _, record = _newest_whole(path, with_frozen=False)
+    return paths.unflatten(trainable), record
+
+
+def _newest_whole(
+    path: str | Path, *, with_frozen: bool
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Any]]:
+    """(trained, frozen or {}, meta) of the newest step that is whole; by path."""
     reasons = []
     for folder in steps.resolve(path):
         try:
             record = read_meta(folder)
             table = record["digests"]["trainable"]
             trainable = read_whole(folder / "trainable", table)
-            frozen = read_frozen(folder.parent, record)
+            frozen = read_frozen(folder.parent, record) if with_frozen else {}
         except DamagedError as damage:
             reasons.append(f"{folder}: {damage}")
             logging.warning("checkpoint %s", reasons[-1])
             continue
-        return paths.unflatten({**frozen, **trainable}), record
+        return trainable, frozen, record
     raise ValueError(f"checkpoint {reasons[0]}; expected a whole step to load from")
 
 

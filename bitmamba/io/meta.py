@@ -20,6 +20,7 @@ def make_meta(
     fingerprints: Mapping[str, Any],
     leaf_digests: Mapping[str, Mapping[str, str]],
     frozen_digests: Mapping[str, str],
+    frozen_source: str | None = None,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The `meta` item: plain JSON that carries its own digest.
@@ -30,11 +31,13 @@ def make_meta(
         fingerprints: of data files, tokenizer, template, plan, model, optimiser.
         leaf_digests: per item ("trainable", "opt_state") the digest of each leaf.
         frozen_digests: of the frozen parameters; empty when nothing is frozen.
+        frozen_source: where they were taken from, if they are not saved here.
         extra: run counters of the caller, as `bad_steps`.
 
     Raises:
         ValueError: something in it is not JSON (or not finite).
     """
+    here = bool(frozen_digests) and frozen_source is None
     meta = {
         "format": FORMAT,
         "step": step,
@@ -42,7 +45,8 @@ def make_meta(
         "fingerprints": fingerprints,
         "digests": leaf_digests,
         "frozen": {
-            "folder": frozen_folder(frozen_digests) if frozen_digests else None,
+            "folder": frozen_folder(frozen_digests) if here else None,
+            "source": frozen_source,
             "digests": frozen_digests,
         },
         "versions": versions(),

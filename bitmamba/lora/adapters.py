@@ -1,16 +1,17 @@
 """First values and shapes of adapters, as parameter trees."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bitmamba.paths import flatten, unflatten
-from bitmamba.types import AdapterSpec, Params
+from bitmamba.types import AdapterSpec
 
 EMBEDDING = "embed"
+LEAVES = ("a", "b", "magnitude", "state_offset")
 
 
 def adapter_shapes(
@@ -39,7 +40,7 @@ def init_adapters(
     specs: Sequence[AdapterSpec],
     offsets: Mapping[str, tuple[int, ...]],
     *,
-    base: Params,
+    weight: Callable[[str], jax.Array],
     key: jax.Array,
 ) -> dict[str, Any]:
     """Adapters that change nothing yet.
@@ -49,7 +50,7 @@ def init_adapters(
 
     Args:
         specs, offsets: see `adapter_shapes`.
-        base: the frozen weights, as they are multiplied by; read with magnitudes only.
+        weight: site -> (D, F) frozen weight as it multiplies; for magnitudes only.
         key: each adapter has its own stream, by its path.
 
     Returns:
@@ -59,7 +60,6 @@ def init_adapters(
     """
     flat = flatten(adapter_shapes(specs, offsets))
     values = {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
-    kernels = flatten(base)
     for spec in specs:
         one = jax.random.fold_in(key, zlib.crc32(spec.path.encode()))
         if spec.site == EMBEDDING:
@@ -71,11 +71,15 @@ def init_adapters(
             shape = flat[path].shape
             values[path] = jax.random.uniform(one, shape, minval=-limit, maxval=limit)
         if spec.magnitude:
-            kernel = kernels[f"{spec.site}/kernel"]
-            columns = kernel[:, spec.start : spec.start + spec.shape[1]]
-            lengths = jnp.linalg.norm(columns.astype(jnp.float32), axis=0)
+            columns = weight(spec.site)[:, spec.start : spec.start + spec.shape[1]]
+            lengths = jnp.linalg.norm(columns, axis=0)
             values[f"{spec.path}/magnitude"] = lengths
     return unflatten(values)
+
+
+def is_adapter_leaf(path: str) -> bool:
+    """Whether a parameter's path is an adapter's: its last part says so."""
+    return path.rpartition("/")[2] in LEAVES
 
 
 def partner(path: str) -> str | None:

@@ -4,6 +4,7 @@ A new preconditioner is a file and a line in TRANSFORMS.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from bitmamba.config import OptimConfig
 from bitmamba.optim.adafactor import at_floor, scale_by_adafactor
@@ -39,29 +40,41 @@ __all__ = [
 ]
 
 
-def _adafactor(cfg: OptimConfig, schedule: Schedule) -> Preconditioner:
+IsScaled = Callable[[str], bool]
+
+
+def _adafactor(
+    cfg: OptimConfig, schedule: Schedule, is_scaled: IsScaled
+) -> Preconditioner:
     def floor(state, params):
         return at_floor(state, params, cfg=cfg.adafactor)
 
     return Preconditioner(
-        transform=scale_by_adafactor(cfg.adafactor, schedule=schedule),
+        transform=scale_by_adafactor(
+            cfg.adafactor, schedule=schedule, is_scaled=is_scaled
+        ),
         at_floor=floor if cfg.adafactor.rule == "torch" else None,
     )
 
 
-def _adamw(cfg: OptimConfig, schedule: Schedule) -> Preconditioner:
-    del schedule
+def _adamw(cfg: OptimConfig, schedule: Schedule, is_scaled: IsScaled) -> Preconditioner:
+    del schedule, is_scaled
     return Preconditioner(transform=scale_by_adam(cfg.adamw))
 
 
-TRANSFORMS: dict[str, Callable[[OptimConfig, Schedule], Preconditioner]] = {
+TRANSFORMS: dict[str, Callable[[OptimConfig, Schedule, IsScaled], Preconditioner]] = {
     "adafactor": _adafactor,
     "adamw": _adamw,
 }
 
 
 def make_optimizer(
-    cfg: OptimConfig, trainable: Params, *, steps: int, clamp_allowed: bool = True
+    cfg: OptimConfig,
+    trainable: Params,
+    *,
+    steps: int,
+    clamp_allowed: bool = True,
+    is_scaled: IsScaled = lambda path: True,
 ) -> Optimizer:
     """The whole optimiser: clamp, norm clip, preconditioner, decay, rules, schedule.
 
@@ -71,6 +84,7 @@ def make_optimizer(
             `split_frozen`. Frozen parameters have no state.
         steps: updates in the whole run, for the schedule.
         clamp_allowed: False leaves `cfg.clamp` out (head-only training).
+        is_scaled: paths whose step Adafactor scales by the parameter's size.
 
     Returns:
         Optimizer; `updates, state, report = optimizer.update(grads, state, params)`.
@@ -88,7 +102,7 @@ def make_optimizer(
     return build_optimizer(
         cfg,
         trainable,
-        make_preconditioner=TRANSFORMS[cfg.name],
+        make_preconditioner=partial(TRANSFORMS[cfg.name], is_scaled=is_scaled),
         steps=steps,
         clamp_allowed=clamp_allowed,
     )

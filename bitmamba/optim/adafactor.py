@@ -27,7 +27,10 @@ class AdafactorState(NamedTuple):
 
 
 def scale_by_adafactor(
-    cfg: AdafactorConfig, *, schedule: Callable[[jax.Array], jax.Array]
+    cfg: AdafactorConfig,
+    *,
+    schedule: Callable[[jax.Array], jax.Array],
+    is_scaled: Callable[[str], bool] = lambda path: True,
 ) -> optax.GradientTransformation:
     """Precondition by a factored second moment; the caller multiplies by lr and -1.
 
@@ -49,6 +52,8 @@ def scale_by_adafactor(
             eps2, clip_threshold, beta2_decay (0.8), scale_parameter (False: no
             max(eps2, rms(θ))), relative_step (False: no cap).
         schedule: count -> lr_t, read by the cap only.
+        is_scaled: paths with max(eps2, rms(θ)). Parameters that start at zero by
+            design, as adapters do, have no size that could tell how far to go.
 
     Returns:
         A transformation whose update needs `params` and gives float32 updates.
@@ -86,10 +91,18 @@ def scale_by_adafactor(
         if cfg.relative_step:
             # Written so that lr_t = 0 divides nothing by zero.
             cap = 1.0 / jnp.maximum(1.0, schedule(state.count) * jnp.sqrt(t))
-        leaves, treedef = jax.tree.flatten(updates)
+        leaves, treedef = jax.tree.flatten_with_path(updates)
         pairs = [
-            _update_leaf(g, stats, p, new_weight=t**-cfg.beta2_decay, cap=cap, cfg=cfg)
-            for g, stats, p in zip(
+            _update_leaf(
+                g,
+                stats,
+                p,
+                new_weight=t**-cfg.beta2_decay,
+                cap=cap,
+                cfg=cfg,
+                scaled=cfg.scale_parameter and is_scaled(_name(path)),
+            )
+            for (path, g), stats, p in zip(
                 leaves,
                 treedef.flatten_up_to(state.stats),
                 treedef.flatten_up_to(params),
@@ -151,7 +164,11 @@ def _root_variance(stats, *, eps1):
     return jnp.sqrt(stats["row"]) / jnp.sqrt(mean) * jnp.sqrt(stats["col"])
 
 
-def _update_leaf(g, stats, p, *, new_weight, cap, cfg):
+def _name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _update_leaf(g, stats, p, *, new_weight, cap, cfg, scaled):
     g = g.astype(jnp.float32)
     eps1 = _eps1(cfg, p.dtype)
     torch_rule = cfg.rule == "torch"
@@ -161,6 +178,6 @@ def _update_leaf(g, stats, p, *, new_weight, cap, cfg):
     floor = eps1 if torch_rule else _TINY
     u = g / jnp.maximum(_root_variance(stats, eps1=eps1), floor)
     step = cap / jnp.maximum(1.0, rms(u) / cfg.clip_threshold)
-    if cfg.scale_parameter:
+    if scaled:
         step = step * jnp.maximum(cfg.eps2, rms(p))
     return u * step, stats

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bitmamba.config import LAYER_SYMBOLS, Config
@@ -14,6 +15,7 @@ from bitmamba.report.plan import MemoryPlan, plan_rows
 
 # First match wins; the whole path is matched.
 PARAMETER_CLASSES = (
+    ("adapters", r".*/(a|b|magnitude|state_offset)"),
     ("embedding", r"embed/.*"),
     ("head", r"lm_head/.*"),
     ("state (A_log, D, dt_bias)", r".*/(A_log|D|dt_bias)"),
@@ -31,6 +33,7 @@ def show_start(
     shapes: Mapping[str, Any],
     trainable: Mapping[str, Any],
     groups: Sequence[Any],
+    coverage: Sequence[Any],
     account: Sequence[str],
     memory: MemoryPlan,
     hints: Sequence[str],
@@ -42,6 +45,7 @@ def show_start(
         config: the run.
         shapes, trainable: {path: leaf with a shape} of all parameters, of the trained.
         groups: rows of `bitmamba.optim.group_table`.
+        coverage: rows of `bitmamba.lora.coverage`; shown where some are adapted.
         account: lines of the data account.
         memory: the plan, not yet compiled.
         hints: settings that do not do what one may think.
@@ -55,6 +59,8 @@ def show_start(
         f"{units.count(n_all)} parameters ({units.percent(n_trained / n_all)}), "
         f"{_optimizer(config)}"
     )
+    if any(row.adapted for row in coverage):
+        console.print(_coverage_table(coverage))
     console.print(_groups_table(groups))
     for line in account:
         console.print(line, soft_wrap=True)
@@ -68,8 +74,9 @@ def show_start(
 def show_memory(
     console: Console, memory: MemoryPlan, *, compile_seconds: float
 ) -> None:
-    """Print what the compiled step added to the plan."""
-    console.print(f"step compiled in {units.duration(compile_seconds)}")
+    """Print what the compiled step, or the compiled shallow ones, added to the plan."""
+    what = "shallow steps" if memory.estimated_from else "step"
+    console.print(f"{what} compiled in {units.duration(compile_seconds)}")
     for what, size in plan_rows(memory)[3:]:
         console.print(f"memory: {what}: {size}")
 
@@ -125,6 +132,34 @@ def _classes_table(shapes, trainable) -> Table:
     return table
 
 
+def _coverage_table(rows: Sequence[Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "adapters in",
+        "projection",
+        "columns",
+        "layers",
+        "rank",
+        "parameters",
+    ):
+        left = name in ("adapters in", "projection", "columns")
+        table.add_column(name, justify="left" if left else "right")
+    for row in rows:
+        some = row.adapted > 0
+        table.add_row(
+            row.kind,
+            row.projection,
+            (", ".join(row.columns) or "all") if some else "-",
+            f"{row.adapted} of {row.there}",
+            "/".join(map(str, row.ranks)) if some else "-",
+            units.count(row.parameters),
+        )
+    adapted, there = sum(r.adapted for r in rows), sum(r.there for r in rows)
+    parameters = units.count(sum(r.parameters for r in rows))
+    table.add_row("in all", "", "", f"{adapted} of {there}", "", parameters)
+    return table
+
+
 def _groups_table(groups: Sequence[Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("group", "pattern", "lr x", "decay", "tensors", "parameters"):
@@ -135,7 +170,7 @@ def _groups_table(groups: Sequence[Any]) -> Table:
         decay = "frozen" if row.frozen else ("yes" if row.decay else "no")
         table.add_row(
             row.name,
-            row.pattern,
+            escape(row.pattern),
             f"{row.lr_mult:g}",
             decay,
             units.count(row.leaves),

@@ -54,7 +54,7 @@ def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
     table.add_column("loss (nats per token)")
     for name in (f"step {first['step']}", f"step {last['step']}", "change"):
         table.add_column(name, justify="right")
-    keys = [k for k in last if k.endswith("loss") and k.startswith("eval/")]
+    keys = [k for k in last if k.endswith("/loss") and k.startswith("eval/")]
     for key in [*sorted(keys, key=lambda k: (k.count("/"), k)), "retention/loss"]:
         if key in last:
             before, after = first.get(key), last[key]

@@ -4,26 +4,28 @@ import dataclasses
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 
-from bitmamba import config_read, paths
+from bitmamba import paths
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
-from bitmamba.io.base import BASE, load_base
-from bitmamba.io.checkpoint import Checkpointer, load_params
-from bitmamba.losses import LOSSES
-from bitmamba.models import LM, build_model, init_params, param_shapes
+from bitmamba.lora.adapters import adapter_shapes, is_adapter_leaf
+from bitmamba.lora.placement import place_adapters
+from bitmamba.models import LM, build_model, param_shapes
+from bitmamba.models.frozen import freeze
+from bitmamba.models.sites import adapter_sites, state_offset_shapes
 from bitmamba.optim import TRANSFORMS, Optimizer, make_optimizer, split_frozen
 from bitmamba.report.plan import MemoryPlan
 from bitmamba.train.evaluate import make_eval_step
+from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
 from bitmamba.train.state import TrainState, init_state
-from bitmamba.train.step import make_train_step
-from bitmamba.types import Batch, Params
+from bitmamba.train.step import Pull, make_train_step
+from bitmamba.types import AdapterSite, Batch, Params
 
 HEAD = r"lm_head/.*"
 
@@ -31,14 +33,19 @@ HEAD = r"lm_head/.*"
 class Parts(NamedTuple):
     """What a run consists of before anything is allocated or compiled.
 
-    shapes: the whole parameter tree; trainable, frozen: its split; all of
-    ShapeDtypeStructs.
+    base_shapes: the model's own parameters. trainable, frozen: the split of those and
+    of the adapters, float32, as they are saved. held: what the step gets as frozen.
+    All are trees of ShapeDtypeStructs.
+    sites, offsets: what can be adapted, and the state offsets that train.
     """
 
     model: LM
-    shapes: Params
+    base_shapes: Params
     trainable: Params
     frozen: Params
+    held: Frozen
+    sites: tuple[AdapterSite, ...]
+    offsets: dict[str, tuple[int, ...]]
     optimizer: Optimizer
     step: Any
     eval_step: Any
@@ -48,54 +55,100 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
     """Build everything that needs no memory: pure functions and shapes.
 
     Raises:
-        ValueError: the rules leave nothing to train, or miss a parameter.
+        ValueError: the rules leave nothing to train, or miss a parameter; a name or
+            rule places no adapter.
     """
-    model = build_model(config.model, kernels=config.kernels)
-    shapes = param_shapes(model)
-    trainable, frozen = split_trainable(config, shapes)
+    model = run_model(config)
+    base_shapes = param_shapes(model)
+    offsets = state_offset_shapes(config.model) if config.lora.state_offset else {}
+    everything = paths.merge(base_shapes, adapter_shapes(model.adapters, offsets))
+    trainable, frozen = split_trainable(config, everything)
     optimizer = make_optimizer(
         config.optim,
         trainable,
         steps=config.train.steps,
         clamp_allowed=config.train.mode != "head_only",
+        is_scaled=lambda path: not is_adapter_leaf(path),
     )
-    loss_fn = make_loss_fn(model)
-    n_categories = len(data.categories)
-    step = make_train_step(loss_fn, optimizer.update, n_categories=n_categories)
-    eval_step = make_eval_step(loss_fn, n_categories=n_categories)
+    step = make_train_step(
+        make_loss_fn(model, config.loss),
+        optimizer.update,
+        n_categories=len(data.categories),
+        divergence_weight=config.loss.tmkl,
+        pull=_pull(config),
+        seed=config.seed,
+        watch_zeros=config.train.mode == "lora",
+    )
+    eval_step = make_eval_step(make_eval_loss(model), n_categories=len(data.categories))
     return Parts(
         model=model,
-        shapes=shapes,
+        base_shapes=base_shapes,
         trainable=trainable,
         frozen=frozen,
+        held=jax.eval_shape(partial(hold, config), trainable, frozen),
+        sites=adapter_sites(config.model, base_shapes),
+        offsets=offsets,
         optimizer=optimizer,
         step=jax.jit(step, donate_argnums=0),
         eval_step=jax.jit(eval_step),
     )
 
 
+def run_model(config: Config) -> LM:
+    """The model of a run, with the adapters that its config places.
+
+    Raises:
+        ValueError: a name or rule of `config.lora` places no adapter.
+    """
+    model = build_model(config.model, kernels=config.kernels)
+    if config.train.mode != "lora":
+        return model
+    if config.lora.state_offset and not state_offset_shapes(config.model):
+        raise ValueError(
+            "config.lora.state_offset: got True for a model without state-space "
+            "layers; expected mamba2 or bitmamba2 layers; set it to False"
+        )
+    sites = adapter_sites(config.model, param_shapes(model))
+    specs = place_adapters(config.lora, sites)
+    return build_model(config.model, kernels=config.kernels, adapters=specs)
+
+
+def hold(config: Config, trainable: Params, frozen: Params) -> Frozen:
+    """What the step gets as frozen: weights in the form that a step needs.
+
+    Where the loss compares with the start, first values of `trainable` are copied.
+    """
+    start: Params = {}
+    if config.loss.pull:
+        start = jax.tree.map(jnp.copy, trainable)
+    elif config.loss.tmkl:
+        own, _ = paths.split(trainable, lambda path: not is_adapter_leaf(path))
+        start = jax.tree.map(jnp.copy, own)
+    return Frozen(freeze(frozen, config.model, codes=config.lora.codes), start)
+
+
 def split_trainable(config: Config, tree: Params) -> tuple[Params, Params]:
     """(trainable, frozen) by the mode and by the rules that freeze."""
-    head_only = config.train.mode == "head_only"
-    if not head_only:
+    mode = config.train.mode
+    if mode == "full":
         return split_frozen(config.optim.rules, tree)
-    return paths.split(tree, lambda path: paths.first_match(path, [HEAD]) == 0)
+    if mode == "head_only":
+        return paths.split(tree, lambda path: paths.first_match(path, [HEAD]) == 0)
+    direct = config.lora.train
+    for i, pattern in enumerate(direct):
+        paths.must_match(pattern, paths.flatten(tree), where=f"config.lora.train[{i}]")
+    return paths.split(
+        tree,
+        lambda path: (
+            is_adapter_leaf(path) or paths.first_match(path, direct) is not None
+        ),
+    )
 
 
-def make_loss_fn(model: LM):
-    """(trainable, frozen, batch) -> (B, L) loss; the one place they are merged."""
-
-    def loss_fn(trainable, frozen, batch: Batch):
-        features = model.apply(
-            {"params": paths.merge(trainable, frozen)},
-            batch.tokens,
-            segment_ids=batch.segment_ids,
-            positions=batch.positions,
-            method="features",
-        )
-        return LOSSES["cross_entropy"](*features, batch.targets)
-
-    return loss_fn
+def _pull(config: Config) -> Pull | None:
+    if not config.loss.pull:
+        return None
+    return Pull(config.loss.pull, lambda frozen: frozen.start)
 
 
 def batch_shape(config: Config, *, micro: bool = False) -> Batch:
@@ -115,100 +168,14 @@ def state_shape(parts: Parts) -> TrainState:
     )
 
 
-def compile_step(config: Config, parts: Parts) -> tuple[Any, float]:
-    """(the compiled step, seconds it took); its memory is `.memory_analysis()`."""
+def compile_step(
+    config: Config, parts: Parts, *, options: dict[str, Any] | None = None
+) -> tuple[Any, float]:
+    """(the compiled step, seconds it took); `options` are XLA's."""
     start = time.perf_counter()
-    lowered = parts.step.lower(state_shape(parts), parts.frozen, batch_shape(config))
-    return lowered.compile(), time.perf_counter() - start
-
-
-def initial_params(config: Config, parts: Parts) -> Params:
-    """Parameters before step 1: of `init_from`, or fresh ones from the seed.
-
-    Raises:
-        ValueError: the source lacks a parameter, has another, or of another shape.
-    """
-    source = config.checkpoint.init_from
-    if source is None:
-        return init_params(parts.model, jax.random.key(config.seed))
-    params = load_base() if source == BASE else load_params(source)[0]
-    _check_params(source, params, parts.shapes)
-    return jax.tree.map(jnp.asarray, params)
-
-
-def _check_params(source: str, params: Params, shapes: Params) -> None:
-    found, wanted = paths.flatten(params), paths.flatten(shapes)
-    where = f"config.checkpoint.init_from={source}"
-    for path in sorted(found.keys() ^ wanted.keys()):
-        what = "lacks" if path in wanted else "has the unknown parameter"
-        raise ValueError(
-            f"{where}: {what} {path}; expected the parameters of config.model; "
-            "use the preset the checkpoint was made with"
-        )
-    for path, leaf in wanted.items():
-        if found[path].shape != leaf.shape or found[path].dtype != leaf.dtype:
-            raise ValueError(
-                f"{where}: {path}: got {found[path].dtype}{found[path].shape}; "
-                f"expected {leaf.dtype}{leaf.shape} by config.model"
-            )
-
-
-def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:
-    """What must not change between a save and a resume, by name."""
-    plain = config_read.to_json(config)
-    plain["train"].pop("max_bad_steps")
-    return {
-        **data.fingerprints,
-        "plan": data.plan_digest,
-        "model": plain["model"],
-        "optim": plain["optim"],
-        "train": plain["train"],
-        "seed": config.seed,
-        "init_from": config.checkpoint.init_from,
-    }
-
-
-class Started(NamedTuple):
-    """State and frozen parameters in memory, and what a resumed run remembers."""
-
-    state: TrainState
-    frozen: Params
-    frozen_digests: dict[str, str]
-    remembered: dict[str, Any]
-
-
-def start_or_resume(
-    config: Config, parts: Parts, checkpointer: Checkpointer
-) -> Started:
-    """The newest good checkpoint of the work directory, else the initial parameters."""
-    shape = state_shape(parts)
-    restored = checkpointer.restore_latest(
-        shape.trainable, shape.opt_state, parts.frozen
-    )
-    if restored is None:
-        trainable, frozen = split_trainable(config, initial_params(config, parts))
-        state = init_state(trainable, jax.jit(parts.optimizer.init)(trainable))
-        digests = checkpointer.save_frozen(frozen)
-        return Started(state, frozen, digests, {})
-    extra = restored.meta["extra"]
-    state = init_state(restored.trainable, restored.opt_state)._replace(
-        step=jnp.asarray(restored.step, jnp.int32),
-        bad_in_row=jnp.asarray(extra["bad_in_row"], jnp.int32),
-        bad_total=jnp.asarray(extra["bad_total"], jnp.int32),
-    )
-    logging.info("resuming at step %d of %s", restored.step, config.workdir)
-    digests = restored.meta["frozen"]["digests"]
-    return Started(state, restored.frozen, digests, extra)
-
-
-def make_checkpointer(config: Config, data: DataBundle) -> Checkpointer:
-    """Checkpoints under `<workdir>/checkpoints`."""
-    return Checkpointer(
-        Path(config.workdir) / "checkpoints",
-        keep=config.checkpoint.keep,
-        fingerprints=fingerprints(config, data),
-        config=config_read.to_json(config),
-    )
+    lowered = parts.step.lower(state_shape(parts), parts.held, batch_shape(config))
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, time.perf_counter() - start
 
 
 def memory_plan(config: Config, parts: Parts) -> MemoryPlan:
@@ -220,7 +187,7 @@ def memory_plan(config: Config, parts: Parts) -> MemoryPlan:
         states[name] = _bytes(jax.eval_shape(init, parts.trainable))
     mine = states.pop(config.optim.name)
     return MemoryPlan(
-        parameters=_bytes(parts.shapes),
+        parameters=_bytes((parts.trainable, parts.held)),
         gradients=_bytes(parts.trainable),
         optimizer_name=config.optim.name,
         optimizer=mine,

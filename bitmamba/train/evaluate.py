@@ -1,6 +1,6 @@
 """Mean loss over fixed windows, exactly weighted by tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bitmamba.train.metrics import (
     LossSums,
@@ -56,13 +56,17 @@ def held_out_losses(
         categories: names by `Batch.source_ids`.
 
     Returns:
-        "eval/loss", "eval/<category>/loss" and, with text, "retention/loss".
+        "eval/loss", "eval/<category>/loss" and, with text, "retention/loss"; if the
+        text has several categories, "retention/<category>/loss" too.
     """
     n = len(categories)
     results = {}
     if text:
         sums = evaluate(eval_step, trainable, frozen, text, n_categories=n)
         results["retention/loss"] = mean_loss(sums)
+        by_category = category_losses(sums, categories)
+        if len(by_category) > 1:
+            results |= {f"retention/{k}/loss": v for k, v in by_category.items()}
     if examples:
         sums = evaluate(eval_step, trainable, frozen, examples, n_categories=n)
     if examples or text:
@@ -70,3 +74,18 @@ def held_out_losses(
         by_category = category_losses(sums, categories)
         results |= {f"eval/{k}/loss": v for k, v in by_category.items()}
     return results
+
+
+def against_base(
+    now: Mapping[str, float], base: Mapping[str, float]
+) -> dict[str, float]:
+    """What was known before the first step: "<name>/base_loss" for each "<name>/loss".
+
+    Args:
+        now, base: from `held_out_losses`; names that the base lacks are left out.
+    """
+    return {
+        f"{name.removesuffix('/loss')}/base_loss": base[name]
+        for name in now
+        if name in base
+    }

@@ -17,10 +17,11 @@ from bitmamba.paths import flatten, merge
 from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
 from bitmamba.train import samples
-from bitmamba.train.evaluate import held_out_losses
+from bitmamba.train.evaluate import against_base, held_out_losses
 from bitmamba.train.metrics import category_losses, total_sums
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.signals import StopSignal
+from bitmamba.train.watch import ZeroWatch
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -74,6 +75,7 @@ class _Loop:
         self.first = int(run.state.step)
         self.base = dict(run.remembered.get("base", {}))
         self.leaves = list(flatten(run.parts.trainable))
+        self.watch = ZeroWatch(self.leaves)
         self.meter = Meter(total=self.config.train.steps, start=self.first)
 
     def go(self) -> int:
@@ -102,7 +104,7 @@ class _Loop:
             before = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - before
-            self.state, metrics = self.run.step(self.state, self.run.frozen, batch)
+            self.state, metrics = self.run.step(self.state, self.run.held, batch)
             tokens = int(np.count_nonzero(batch.segment_ids))
             self.meter.step_done(number, tokens=tokens, waited=waited)
             # One step late, so that the device never waits for the host.
@@ -161,10 +163,14 @@ class _Loop:
             **{f"train/{k}/loss": v for k, v in by_category.items()},
             **{k: float(v) for k, v in metrics["report"].items()},
         }
+        if "divergence" in metrics:
+            row["tmkl"] = float(metrics["divergence"])
         self.writer.write(number, row)
         show(number, self.meter.line(loss))
         if problem := self.run.checkpointer.poll():
             console.print(f"[yellow]{problem}")
+        if "gradient_is_zero" in metrics and metrics["is_good"] and row["loss_tokens"]:
+            self.watch.look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
         return self._check_numbers(number, metrics)
 
     def _check_numbers(self, number: int, metrics: dict) -> int | None:
@@ -192,14 +198,13 @@ class _Loop:
         result = held_out_losses(
             self.run.parts.eval_step,
             self.state.trainable,
-            self.run.frozen,
+            self.run.held,
             examples=self.run.data.eval_sft,
             text=self.run.data.eval_replay,
             categories=self.run.data.categories,
         )
-        if "retention/loss" in result:
-            self.base.setdefault("retention", result["retention/loss"])
-            result["retention/base_loss"] = self.base["retention"]
+        self.base = self.base or dict(result)
+        result |= against_base(result, self.base)
         self.writer.write(number, result)
         console.print(screen.evaluation_line(number, result))
 
@@ -210,7 +215,7 @@ class _Loop:
             self._evaluate(self.first)
 
     def _sample(self, number: int) -> None:
-        params = merge(self.state.trainable, self.run.frozen)
+        params = merge(self.state.trainable, self.run.held.weights)
         texts = samples.continue_prompts(
             self.config, self.run.data, self.run.parts.model, params
         )
@@ -226,6 +231,7 @@ class _Loop:
             trainable=self.state.trainable,
             opt_state=self.state.opt_state,
             frozen_digests=self.run.frozen_digests,
+            frozen_source=self.run.frozen_source,
             extra={
                 "bad_in_row": int(self.state.bad_in_row),
                 "bad_total": int(self.state.bad_total),

@@ -33,11 +33,6 @@ def loss_sums(nll: jax.Array, batch: Batch, n_categories: int) -> LossSums:
     )
 
 
-def add_sums(a: LossSums, b: LossSums) -> LossSums:
-    """The sums of two disjoint sets of tokens."""
-    return LossSums(a.loss + b.loss, a.weight + b.weight)
-
-
 def total_sums(sums: Sequence[LossSums], n_categories: int) -> LossSums:
     """Sum over batches on the host, in float64."""
     loss, weight = np.zeros(n_categories), np.zeros(n_categories)

@@ -11,12 +11,13 @@ from bitmamba import config_read
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.checkpoint import Checkpointer
+from bitmamba.lora.coverage import coverage
 from bitmamba.optim import chain_hints, group_table
-from bitmamba.paths import flatten
+from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
-from bitmamba.train import build
+from bitmamba.train import build, memory, restore
+from bitmamba.train.objective import Frozen
 from bitmamba.train.state import TrainState
-from bitmamba.types import Params
 
 
 class Run(NamedTuple):
@@ -27,8 +28,9 @@ class Run(NamedTuple):
     parts: build.Parts
     step: Callable
     state: TrainState
-    frozen: Params
+    held: Frozen
     frozen_digests: dict[str, str]
+    frozen_source: str | None
     remembered: dict[str, Any]
     checkpointer: Checkpointer
     started: float
@@ -39,8 +41,8 @@ def dry_run(config: Config, data: DataBundle, *, console: Console) -> None:
     build.use_compilation_cache()
     parts = build.build_parts(config, data)
     _show_start(console, config, data, parts)
-    compiled, seconds = build.compile_step(config, parts)
-    _show_memory(console, config, parts, compiled, seconds)
+    needed, seconds = memory.plan_step(config, data, parts)
+    _show_memory(console, config, parts, needed, seconds)
 
 
 def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
@@ -55,10 +57,10 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
     build.use_compilation_cache()
     parts = build.build_parts(config, data)
     _show_start(console, config, data, parts)
-    checkpointer = build.make_checkpointer(config, data)
-    begin = build.start_or_resume(config, parts, checkpointer)
+    checkpointer = restore.make_checkpointer(config, data)
+    begin = restore.start_or_resume(config, parts, checkpointer)
     compiled, seconds = build.compile_step(config, parts)
-    _show_memory(console, config, parts, compiled, seconds)
+    _show_memory(console, config, parts, plan.step_memory(compiled), seconds)
     config_read.write_json(config, Path(config.workdir) / "config.json")
     return Run(
         config=config,
@@ -66,8 +68,9 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
         parts=parts,
         step=compiled,
         state=begin.state,
-        frozen=begin.frozen,
-        frozen_digests=begin.frozen_digests,
+        held=begin.held,
+        frozen_digests=begin.digests,
+        frozen_source=begin.source,
         remembered=begin.remembered,
         checkpointer=checkpointer,
         started=started,
@@ -77,12 +80,15 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
 def _show_start(
     console: Console, config: Config, data: DataBundle, parts: build.Parts
 ) -> None:
+    everything = merge(parts.trainable, parts.frozen)
+    grouped = parts.trainable if config.train.mode == "lora" else everything
     screen.show_start(
         console,
         config,
-        shapes=flatten(parts.shapes),
+        shapes=flatten(everything),
         trainable=flatten(parts.trainable),
-        groups=group_table(config.optim.rules, parts.shapes),
+        groups=group_table(config.optim.rules, grouped),
+        coverage=coverage(parts.sites, parts.model.adapters),
         account=data.account.lines(),
         memory=build.memory_plan(config, parts),
         hints=chain_hints(
@@ -94,9 +100,13 @@ def _show_start(
 
 
 def _show_memory(
-    console: Console, config: Config, parts: build.Parts, compiled, seconds: float
+    console: Console,
+    config: Config,
+    parts: build.Parts,
+    needed: plan.StepMemory,
+    seconds: float,
 ) -> None:
-    whole = plan.with_compiled(build.memory_plan(config, parts), compiled)
+    whole = plan.with_step(build.memory_plan(config, parts), needed)
     screen.show_memory(console, whole, compile_seconds=seconds)
     if problem := plan.check_budget(whole, config.memory_gb):
         raise ValueError(problem)

@@ -1,43 +1,82 @@
 """The one training step, pure, for every mode; it does not know what is trained."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bitmamba.train.metrics import LossSums, add_sums, loss_sums
+from bitmamba.train.metrics import loss_sums
 from bitmamba.train.state import TrainState
 from bitmamba.types import Batch, Params
 
-LossFn = Callable[[Params, Params, Batch], jax.Array]
+
+class TokenLoss(NamedTuple):
+    """Per token, (B, L) float32: the loss, and a divergence from the base or None."""
+
+    nll: jax.Array
+    divergence: jax.Array | None = None
+
+
+class Pull(NamedTuple):
+    """How far to go back towards `start(frozen)` after each update.
+
+    θ ← θ + min(1, strength · (1 + divergence)) · (start - θ)
+    """
+
+    strength: float
+    start: Callable[[Any], Params]
+
+
+LossFn = Callable[[Params, Any, Batch, jax.Array], TokenLoss]
 
 
 def make_train_step(
-    loss_fn: LossFn, update: Callable, *, n_categories: int
-) -> Callable[[TrainState, Params, Batch], tuple[TrainState, dict[str, Any]]]:
+    loss_fn: LossFn,
+    update: Callable,
+    *,
+    n_categories: int,
+    divergence_weight: float = 0.0,
+    pull: Pull | None = None,
+    seed: int = 0,
+    watch_zeros: bool = False,
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """Build step(state, frozen, batch) -> (state, metrics).
 
-    The objective is sum(weight * nll) / sum(weight) over all micro-batches, so every
-    trainable token counts the same however the windows are split. If the loss or any
-    gradient is not finite the update is skipped: parameters and optimiser state stay
-    as they were, bit for bit.
+    The objective is sum(weight * (nll + divergence_weight * divergence)) / sum(weight)
+    over all micro-batches, so every trainable token counts the same however the windows
+    are split. If the loss or any gradient is not finite the update is skipped:
+    parameters and optimiser state stay as they were, bit for bit.
 
     Args:
-        loss_fn: (trainable, frozen, batch (B, L)) -> (B, L) float32 per-token loss.
+        loss_fn: (trainable, frozen, batch (B, L), key) -> TokenLoss.
         update: (grads, opt_state, params) -> (updates, opt_state, report), the
             `update` of `bitmamba.optim`.
         n_categories: number of categories in `batch.source_ids`.
+        divergence_weight: of the divergence in the objective.
+        pull: go back towards the start after each good update, or not.
+        seed: of the keys that loss_fn gets, one for each step and micro-batch.
+        watch_zeros: also return which leaves and gradients are exactly zero.
 
     Returns:
         A function to be jitted, with state donated; batch fields are (M, B, L).
         metrics: "loss", "is_good", "leaf_is_finite" ((leaves,) bool, in the order of
-        `jax.tree.leaves(state.trainable)`), "sums" (LossSums) and the report.
+        `jax.tree.leaves(state.trainable)`), "sums" (LossSums), the report, with a
+        divergence its mean "divergence", and with watch_zeros "leaf_is_zero" and
+        "gradient_is_zero", (leaves,) bool, before the update.
     """
 
     def step(state, frozen, batch):
-        grads, sums = _gradients(loss_fn, n_categories, state.trainable, frozen, batch)
+        grads, sums, divergence = _gradients(
+            loss_fn,
+            state.trainable,
+            frozen,
+            batch,
+            n_categories=n_categories,
+            divergence_weight=divergence_weight,
+            key=jax.random.fold_in(jax.random.key(seed), state.step),
+        )
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
         loss = sums.loss.sum() / jnp.maximum(sums.weight.sum(), 1e-30)
         is_good = finite.all() & jnp.isfinite(loss)
@@ -46,6 +85,10 @@ def make_train_step(
             grads, opt_state, trainable = operands
             updates, opt_state, report = update(grads, opt_state, trainable)
             new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trainable, updates)
+            if pull is not None:
+                rate = jnp.minimum(1.0, pull.strength * (1.0 + divergence))
+                start = pull.start(frozen)
+                new = jax.tree.map(lambda p, s: p + rate * (s - p), new, start)
             return new, opt_state, report
 
         operands = (grads, state.opt_state, state.trainable)
@@ -75,33 +118,55 @@ def make_train_step(
             "sums": sums,
             "report": report,
         }
+        if divergence is not None:
+            metrics["divergence"] = divergence
+        if watch_zeros:
+            metrics["leaf_is_zero"] = _zeros(state.trainable)
+            metrics["gradient_is_zero"] = _zeros(grads)
         return new_state, metrics
 
     return step
 
 
-def _gradients(loss_fn, n_categories, trainable, frozen, batch: Batch):
-    """Sum of the micro-batches' gradients of the token-weighted mean loss."""
+def _zeros(tree) -> jax.Array:
+    """(leaves,) bool: which leaves hold nothing but zeros."""
+    return jnp.stack([~jnp.any(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _gradients(
+    loss_fn, trainable, frozen, batch: Batch, *, n_categories, divergence_weight, key
+):
+    """Gradients of the token-weighted mean over all micro-batches, and its parts.
+
+    Returns:
+        (gradients, LossSums, mean divergence or None).
+    """
     total = batch.loss_weights.sum()
     scale = jnp.where(total > 0, 1.0 / jnp.maximum(total, 1e-30), 0.0)
 
-    def objective(trainable, micro: Batch):
-        nll = loss_fn(trainable, frozen, micro)
+    def objective(trainable, micro: Batch, key):
+        nll, divergence = loss_fn(trainable, frozen, micro, key)
         value = (nll * micro.loss_weights).sum() * scale
-        return value, loss_sums(nll, micro, n_categories)
+        if divergence is not None:
+            divergence = (divergence * micro.loss_weights).sum() * scale
+            if divergence_weight:
+                value = value + divergence_weight * divergence
+        return value, (loss_sums(nll, micro, n_categories), divergence)
 
     gradient = jax.grad(objective, has_aux=True)
     n_micro = batch.tokens.shape[0]
     if n_micro == 1:
-        return gradient(trainable, jax.tree.map(lambda x: x[0], batch))
+        micro = jax.tree.map(lambda x: x[0], batch)
+        grads, (sums, divergence) = gradient(trainable, micro, key)
+        return grads, sums, divergence
 
-    def body(carry, micro):
-        grads, sums = carry
-        more_grads, more_sums = gradient(trainable, micro)
-        grads = jax.tree.map(jnp.add, grads, more_grads)
-        return (grads, add_sums(sums, more_sums)), None
+    def body(carry, micro_and_key):
+        more = gradient(trainable, *micro_and_key)
+        return jax.tree.map(jnp.add, carry, more), None
 
-    zeros = jax.tree.map(jnp.zeros_like, trainable)
-    empty = LossSums(*(jnp.zeros((n_categories,), jnp.float32) for _ in range(2)))
-    (grads, sums), _ = lax.scan(body, (zeros, empty), batch)
-    return grads, sums
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n_micro))
+    first = jax.tree.map(lambda x: x[0], (batch, keys))
+    shapes = jax.eval_shape(gradient, trainable, *first)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (grads, (sums, divergence)), _ = lax.scan(body, zeros, (batch, keys))
+    return grads, sums, divergence

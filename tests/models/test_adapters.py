@@ -49,7 +49,7 @@ def for_reference(tree, specs):
 
 
 CASES = {
-    "slices": {"place": EVERY + ("embed", "lm_head")},
+    "slices": {"place": (*EVERY, "embed", "lm_head")},
     "whole": {"place": ("all",), "rslora": True, "dora": True},
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from bitmamba import paths
 from bitmamba.config import Config, DataConfig, MLPConfig, ModelConfig, TrainConfig
-from bitmamba.train import build
+from bitmamba.train import build, restore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,10 +49,10 @@ def test_head_only_trains_the_head_and_pays_for_no_backward_through_the_body():
         config = make_config(mode)
         parts = build.build_parts(config, Categories)
         state = build.state_shape(parts)
-        cost[mode] = flops(parts.step, state, parts.frozen, build.batch_shape(config))
+        cost[mode] = flops(parts.step, state, parts.held, build.batch_shape(config))
         trained[mode] = set(paths.flatten(parts.trainable))
     micro = build.batch_shape(config, micro=True)
-    forward = flops(parts.eval_step, parts.trainable, parts.frozen, micro)
+    forward = flops(parts.eval_step, parts.trainable, parts.held, micro)
 
     tokens = 2 * 64
     head_product = 2 * tokens * 32 * 24
@@ -72,7 +72,7 @@ def test_the_large_vocabulary_is_never_formed_whole_in_a_step():
     config_shape = build.batch_shape(config)
     parts = build.build_parts(config, Categories)
 
-    text = parts.step.lower(build.state_shape(parts), parts.frozen, config_shape)
+    text = parts.step.lower(build.state_shape(parts), parts.held, config_shape)
     # 2**17 columns of 256 tokens are the limit of one block; these are 512 tokens.
     big = build.batch_shape(config)._replace(
         **{
@@ -80,7 +80,7 @@ def test_the_large_vocabulary_is_never_formed_whole_in_a_step():
             for name, leaf in config_shape._asdict().items()
         }
     )
-    big_text = parts.step.lower(build.state_shape(parts), parts.frozen, big)
+    big_text = parts.step.lower(build.state_shape(parts), parts.held, big)
 
     assert f"{2 * 64}x{vocab_size}xf32" in text.as_text()
     assert f"{8 * 64}x{vocab_size}xf32" not in big_text.as_text()
@@ -102,10 +102,10 @@ def test_parameters_that_do_not_fit_are_refused_by_name(change, message, monkeyp
     parts = build.build_parts(config, Categories)
     flat = {
         path: np.zeros(leaf.shape, leaf.dtype)
-        for path, leaf in paths.flatten(parts.shapes).items()
+        for path, leaf in paths.flatten(parts.base_shapes).items()
     }
     change(flat)
-    monkeypatch.setattr(build, "load_params", lambda _: (paths.unflatten(flat), {}))
+    monkeypatch.setattr(restore, "load_params", lambda _: (paths.unflatten(flat), {}))
     config = Config(
         **{
             **{f: getattr(config, f) for f in ("name", "workdir", "model", "data")},
@@ -114,7 +114,7 @@ def test_parameters_that_do_not_fit_are_refused_by_name(change, message, monkeyp
     )
 
     with pytest.raises(ValueError, match=message):
-        build.initial_params(config, parts)
+        restore.base_params(config, parts)
 
 
 DEVICES = """

@@ -8,18 +8,18 @@ import pytest
 
 from bitmamba.train.metrics import category_losses, loss_sums, mean_loss, total_sums
 from bitmamba.train.state import init_state
-from bitmamba.train.step import make_train_step
+from bitmamba.train.step import TokenLoss, make_train_step
 from bitmamba.types import Batch
 
 V = 11
 
 
-def loss_fn(trainable, frozen, batch):
+def loss_fn(trainable, frozen, batch, key=None):
     """A one-matrix next-token model; float32 log-softmax."""
     table = trainable["table"] + frozen["table"]
     logits = table[batch.tokens]
     log_p = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_p, batch.targets[..., None], -1)[..., 0]
+    return TokenLoss(-jnp.take_along_axis(log_p, batch.targets[..., None], -1)[..., 0])
 
 
 def optimizer():
@@ -82,7 +82,7 @@ def test_accumulation_equals_the_joint_batch_with_unlike_token_counts():
 def test_the_loss_is_the_mean_over_trainable_tokens_only():
     batch = make_batch(1, 4)
     state, frozen, _ = start()
-    nll = np.asarray(loss_fn(state.trainable, frozen, batch), np.float64)
+    nll = np.asarray(loss_fn(state.trainable, frozen, batch).nll, np.float64)
 
     _, metrics = run([batch])
 
@@ -94,7 +94,7 @@ def test_the_loss_is_the_mean_over_trainable_tokens_only():
 def test_per_category_losses_sum_to_the_loss():
     batch = make_batch(2, 4)
     state, frozen, _ = start()
-    nll = np.asarray(loss_fn(state.trainable, frozen, batch), np.float64)
+    nll = np.asarray(loss_fn(state.trainable, frozen, batch).nll, np.float64)
 
     _, metrics = run([batch])
 

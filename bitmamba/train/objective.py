@@ -1,0 +1,75 @@
+"""What a step minimises: cross-entropy, and how far the model may leave the base."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from bitmamba import paths
+from bitmamba.config import LossConfig
+from bitmamba.lora.adapters import is_adapter_leaf
+from bitmamba.losses import LOSSES, tmkl
+from bitmamba.models import LM, build_model, variables
+from bitmamba.train.step import TokenLoss
+from bitmamba.types import Batch, Features, Params
+
+
+class Frozen(NamedTuple):
+    """What a step reads and never changes.
+
+    weights: parameters that do not train, as `models.frozen.freeze` leaves them.
+    start: first values of what trains, where the loss compares with them (`keeps`).
+    """
+
+    weights: Params
+    start: Params
+
+
+def make_loss_fn(model: LM, cfg: LossConfig) -> Callable[..., TokenLoss]:
+    """Build loss_fn(trainable, frozen, batch, key) -> TokenLoss for the step.
+
+    Args:
+        model: with its adapters.
+        cfg: `tmkl` > 0 or `pull` > 0 adds the divergence from the base. Its logits
+            come from the same frozen weights with the adapters off (and, where base
+            parameters train directly, their first values): one more forward pass.
+    """
+    base = build_model(model.cfg, kernels=model.kernels)
+
+    def loss_fn(trainable, frozen: Frozen, batch: Batch, key=None) -> TokenLoss:
+        tree = paths.merge(trainable, frozen.weights)
+        features = _features(model, tree, batch, key)
+        nll = LOSSES["cross_entropy"](*features, batch.targets)
+        if not cfg.tmkl and not cfg.pull:
+            return TokenLoss(nll)
+        own, _ = paths.split(frozen.start, lambda path: not is_adapter_leaf(path))
+        base_tree = paths.merge(own, frozen.weights)
+        fixed = jax.lax.stop_gradient(_features(base, base_tree, batch, None))
+        if not cfg.tmkl:
+            features = jax.lax.stop_gradient(features)
+        divergence = tmkl(*features, *fixed, batch.targets, direction=cfg.direction)
+        return TokenLoss(nll, divergence)
+
+    return loss_fn
+
+
+def make_eval_loss(model: LM) -> Callable[[Params, Frozen, Batch], jax.Array]:
+    """Build (trainable, frozen, batch) -> (B, L) loss, without dropout."""
+
+    def loss_fn(trainable, frozen: Frozen, batch: Batch):
+        tree = paths.merge(trainable, frozen.weights)
+        features = _features(model, tree, batch, None)
+        return LOSSES["cross_entropy"](*features, batch.targets)
+
+    return loss_fn
+
+
+def _features(model: LM, tree: Params, batch: Batch, key) -> Features:
+    return model.apply(
+        variables(model, tree),
+        batch.tokens,
+        segment_ids=batch.segment_ids,
+        positions=batch.positions,
+        method="features",
+        rngs=None if key is None else {"dropout": key},
+    )

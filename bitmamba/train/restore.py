@@ -1,0 +1,181 @@
+"""Where a run begins: the newest good checkpoint, or a base and fresh adapters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from bitmamba import config_read, paths
+from bitmamba.config import Config, LossConfig
+from bitmamba.data import DataBundle
+from bitmamba.io.base import BASE, load_base
+from bitmamba.io.checkpoint import Checkpointer, load_params
+from bitmamba.io.digests import tree_digests
+from bitmamba.lora.adapters import init_adapters
+from bitmamba.models import build_model, init_params
+from bitmamba.models.frozen import projection_value
+from bitmamba.train.build import Parts, hold, split_trainable, state_shape
+from bitmamba.train.objective import Frozen
+from bitmamba.train.state import TrainState, init_state
+from bitmamba.types import Params
+
+
+class Started(NamedTuple):
+    """What a run holds before its next step, and what a resumed run remembers.
+
+    digests: of the frozen parameters. source: where they lie if no checkpoint of this
+    run holds them (see `keeps_base`), else None.
+    """
+
+    state: TrainState
+    held: Frozen
+    digests: dict[str, str]
+    source: str | None
+    remembered: dict[str, Any]
+
+
+def start_or_resume(
+    config: Config, parts: Parts, checkpointer: Checkpointer
+) -> Started:
+    """The newest good checkpoint of the work directory, else the initial parameters.
+
+    Raises:
+        ValueError: the initial parameters do not fit the model, or are not those that
+            the checkpoint's adapters were trained on.
+    """
+    shape = state_shape(parts)
+    source = None if keeps_base(config) else config.checkpoint.init_from
+    restored = checkpointer.restore_latest(
+        shape.trainable, shape.opt_state, None if source else parts.frozen
+    )
+    if restored is None:
+        return _start(config, parts, checkpointer, source)
+    return _resume(config, parts, restored, source)
+
+
+def keeps_base(config: Config) -> bool:
+    """Whether checkpoints hold the frozen parameters too; adapters name their base."""
+    return config.train.mode != "lora" or config.checkpoint.init_from is None
+
+
+def _start(config: Config, parts: Parts, checkpointer, source) -> Started:
+    own, frozen = split_trainable(config, base_params(config, parts))
+    digests = tree_digests(frozen) if source else checkpointer.save_frozen(frozen)
+    own = jax.tree.map(jnp.asarray, own)
+    held = hold(config, own, frozen)
+    adapters = _first_adapters(config, parts, held.weights)
+    trainable = paths.merge(own, adapters)
+    held = held._replace(start=hold(config, trainable, {}).start)
+    state = init_state(trainable, jax.jit(parts.optimizer.init)(trainable))
+    return Started(state, held, digests, source, {})
+
+
+def _resume(config: Config, parts: Parts, restored, source) -> Started:
+    extra, frozen = restored.meta["extra"], restored.frozen
+    digests = restored.meta["frozen"]["digests"]
+    own: Params = {}
+    if source or config.loss != LossConfig():
+        own, first_frozen = split_trainable(config, base_params(config, parts))
+        if source:
+            frozen = first_frozen
+            _check_base(source, tree_digests(frozen), digests)
+    state = init_state(restored.trainable, restored.opt_state)._replace(
+        step=jnp.asarray(restored.step, jnp.int32),
+        bad_in_row=jnp.asarray(extra["bad_in_row"], jnp.int32),
+        bad_total=jnp.asarray(extra["bad_total"], jnp.int32),
+    )
+    held = hold(config, {}, frozen)
+    if config.loss != LossConfig():
+        first = _first_adapters(config, parts, held.weights)
+        start = paths.merge(jax.tree.map(jnp.asarray, own), first)
+        held = held._replace(start=hold(config, start, {}).start)
+    logging.info("resuming at step %d of %s", restored.step, config.workdir)
+    return Started(state, held, digests, source, extra)
+
+
+def base_params(config: Config, parts: Parts) -> Params:
+    """The model's own parameters before step 1: of `init_from`, or fresh ones.
+
+    Raises:
+        ValueError: the source lacks a parameter, has another, or of another shape.
+    """
+    source = config.checkpoint.init_from
+    if source is None:
+        plain = build_model(config.model, kernels=config.kernels)
+        return init_params(plain, jax.random.key(config.seed))
+    params = load_base() if source == BASE else load_params(source)[0]
+    _check_params(source, params, parts.base_shapes)
+    return params
+
+
+def _first_adapters(config: Config, parts: Parts, weights: Params) -> Params:
+    return init_adapters(
+        parts.model.adapters,
+        parts.offsets,
+        weight=lambda site: projection_value(weights, site),
+        key=jax.random.key(config.seed),
+    )
+
+
+def _check_base(
+    source: str, found: Mapping[str, str], wanted: Mapping[str, str]
+) -> None:
+    for path in sorted(found.keys() | wanted.keys()):
+        if found.get(path) != wanted.get(path):
+            raise ValueError(
+                f"config.checkpoint.init_from={source}: {path} is not that of the base "
+                f"on which this run's adapters were trained (got "
+                f"{found.get(path, 'none')}; expected {wanted.get(path, 'none')}); "
+                "restore that base, or start anew in another workdir"
+            )
+
+
+def _check_params(source: str, params: Params, shapes: Params) -> None:
+    found, wanted = paths.flatten(params), paths.flatten(shapes)
+    where = f"config.checkpoint.init_from={source}"
+    for path in sorted(found.keys() ^ wanted.keys()):
+        what = "lacks" if path in wanted else "has the unknown parameter"
+        raise ValueError(
+            f"{where}: {what} {path}; expected the parameters of config.model; "
+            "use the preset the checkpoint was made with"
+        )
+    for path, leaf in wanted.items():
+        if found[path].shape != leaf.shape or found[path].dtype != leaf.dtype:
+            raise ValueError(
+                f"{where}: {path}: got {found[path].dtype}{found[path].shape}; "
+                f"expected {leaf.dtype}{leaf.shape} by config.model"
+            )
+
+
+def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:
+    """What must not change between a save and a resume, by name."""
+    plain = config_read.to_json(config)
+    plain["train"].pop("max_bad_steps")
+    used = {}
+    if config.train.mode == "lora":
+        used["lora"] = plain["lora"]
+    if config.loss != LossConfig():
+        used["loss"] = plain["loss"]
+    return {
+        **data.fingerprints,
+        **used,
+        "plan": data.plan_digest,
+        "model": plain["model"],
+        "optim": plain["optim"],
+        "train": plain["train"],
+        "seed": config.seed,
+        "init_from": config.checkpoint.init_from,
+    }
+
+
+def make_checkpointer(config: Config, data: DataBundle) -> Checkpointer:
+    """Checkpoints under `<workdir>/checkpoints`."""
+    return Checkpointer(
+        Path(config.workdir) / "checkpoints",
+        keep=config.checkpoint.keep,
+        fingerprints=fingerprints(config, data),
+        config=config_read.to_json(config),
+    )
