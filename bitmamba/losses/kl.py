@@ -92,9 +92,14 @@ def _log_probabilities(logits, included, temperature):
 
 def _terms(p, q, ratio):
     """p (r - 1 + exp(-r)) = p r + q - p, without cancellation where r is small."""
-    is_small = jnp.abs(ratio) < 0.5
+    is_small = jnp.abs(ratio) < 0.25
     small = jnp.where(is_small, ratio, 0.0)
-    return jnp.where(is_small, p * (jnp.expm1(-small) + small), p * ratio + (q - p))
+    # r - 1 + exp(-r) = r²/2 (1 - r/3 (1 - r/4 (...))): faster than expm1, as exact.
+    series = jnp.ones_like(small)
+    for n in range(12, 2, -1):
+        series = 1 - small * series * (1 / n)
+    near = p * (small * small * series * 0.5)
+    return jnp.where(is_small, near, p * ratio + (q - p))
 
 
 def map_positions(function, arrays: Any, *, axis: int, block_size: int) -> Any:

@@ -153,13 +153,13 @@ def autodiff(base, adapted, targets, weights, direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_equals_autodiff_in_float64_for_every_block_size(direction):
+def test_equals_autodiff_in_float64_in_one_block_or_several(direction):
     case = logits_case(dtype=np.float64)
 
     with jax.enable_x64(True):
         case = (*case[:3], case[3].astype(np.float64))
         loss, gradient = autodiff(*case, direction)
-        for block_size in (1, 5, 12, None):
+        for block_size in (5, None):
             got = tmkl_loss_and_gradient(
                 *case, direction=direction, block_size=block_size
             )
@@ -177,7 +177,7 @@ TARGETS = st.lists(st.integers(0, 4), min_size=3, max_size=3)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(base=ROWS, adapted=ROWS, targets=TARGETS)
 def test_any_logits_give_finite_exact_values(direction, base, adapted, targets):
     base, adapted = np.float32(base), np.float32(adapted)
@@ -187,7 +187,8 @@ def test_any_logits_give_finite_exact_values(direction, base, adapted, targets):
         base, adapted, targets, weights, direction=direction
     )
 
-    # |z - peak| <= 40 is rounded twice, to 2**-24 of itself, in log p and in log q.
+    # |z - peak| <= 40 is rounded twice, to 2**-24 of itself, in log p and in log q;
+    # 1e4 to as much more, which only the reverse gradient has as a factor.
     tolerance = 2e-5
     gradient = np.asarray(gradient, np.float64)
     kl, expected = reference(base, adapted, targets, direction)
@@ -196,6 +197,9 @@ def test_any_logits_give_finite_exact_values(direction, base, adapted, targets):
     assert loss >= 0
     assert np.isfinite(gradient).all()
     size = np.maximum(1, np.abs(expected).max(-1))[:, None]
+    if direction == "reverse":
+        far = (np.abs([base, adapted]) == 1e4).any((0, 2))
+        size = np.maximum(size, np.where(far, 1e4 / 8, 1)[:, None])
     error = np.abs(gradient - expected * share[:, None])
     assert (error <= tolerance * size).all()
     assert (np.abs(gradient.sum(-1)) <= 1e-6 * size[:, 0]).all()
@@ -390,31 +394,45 @@ def test_features_in_bfloat16_accumulate_in_float32():
 
 def test_base_gets_no_gradient_and_adapters_at_their_start_none_either():
     hidden, head, base_hidden, base_head, targets = features_case()
+    base_hidden = jnp.pad(base_hidden, ((0, 0), (0, 0), (0, 4)))
+    base_head = jnp.pad(base_head, ((0, 4), (0, 0)))
 
-    def total(base_hidden, base_head):
-        return tmkl(hidden, head, base_hidden, base_head, targets).sum()
+    @jax.jit
+    def all_gradients(*features):
+        def total(*features):
+            return tmkl(*features, targets, block_size=4).sum()
 
-    to_base = jax.grad(total, argnums=(0, 1))(base_hidden, base_head)
-    at_start = value_and_gradients(
-        lambda h, w: tmkl(h, w, hidden, head, targets, block_size=4), hidden, head
-    )
+        return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(*features)
 
-    for zero in (*to_base, *at_start):
-        assert not np.asarray(zero).any()
+    moved, gradients = all_gradients(hidden, head, base_hidden, base_head)
+    at_start, zeros = all_gradients(hidden, head, hidden, head)
+
+    assert moved > 0
+    assert [np.asarray(g).any() for g in gradients] == [True, True, False, False]
+    assert at_start == 0
+    assert not any(np.asarray(g).any() for g in zeros)
 
 
 def test_one_token_without_an_axis_and_no_tokens():
     hidden, head, base_hidden, base_head, targets = features_case()
     base, adapted, ids, weights = logits_case()
 
-    several = tmkl(hidden, head, base_hidden, base_head, targets)
-    one = tmkl(hidden[1, 3], head, base_hidden[1, 3], base_head, targets[1, 3])
-    none, d_head = jax.value_and_grad(
-        lambda w: tmkl(hidden[0, :0], w, base_hidden[0, :0], base_head, ids[:0]).sum()
-    )(head)
+    @jax.jit
+    def one_and_none(head):
+        def total(head):
+            nothing = hidden[0, :0], head, base_hidden[0, :0], base_head, ids[:0]
+            return tmkl(*nothing).sum()
+
+        one = hidden[1, 3], head, base_hidden[1, 3], base_head, targets[1, 3]
+        return tmkl(*one), jax.value_and_grad(total)(head)
+
+    one, (none, d_head) = one_and_none(head)
     loss, gradient = tmkl_loss_and_gradient(base[0], adapted[0], ids[0], weights[0])
 
-    np.testing.assert_allclose(one, several[1, 3], rtol=1e-6)
+    base_logits = float64_logits(base_hidden, base_head)[1, 3]
+    adapted_logits = float64_logits(hidden, head)[1, 3]
+    want, _ = reference_row(base_logits, adapted_logits, targets[1, 3], "forward")
+    np.testing.assert_allclose(one, want, rtol=1e-5)
     assert none == 0
     assert not np.asarray(d_head).any()
     kl, expected = reference(base[:1], adapted[:1], ids[:1], "forward")
@@ -494,7 +512,7 @@ def test_stored_ids_outside_the_vocabulary_give_nan_unless_padding():
     ids[0, 3, 2], logits[0, 3, 2] = -1, -np.inf
     logits[0, 4, 2] = np.nan
 
-    kl = tmkl_topk(hidden, head, ids, logits, targets)
+    kl = jax.jit(tmkl_topk)(hidden, head, ids, logits, targets)
 
     bad = np.zeros((2, 9), bool)
     bad[0, [1, 2, 4]] = True
