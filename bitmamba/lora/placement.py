@@ -52,7 +52,7 @@ def place_adapters(
     """
     everything = [place for site in sites for place in _places(site)]
     places = [place for place in everything if not _skipped(cfg, place.site)]
-    chosen = _by_rules(cfg, _asked(cfg, places))
+    chosen = _by_rules(cfg, _asked(cfg, places, everything), everything)
     specs = tuple(_spec(cfg, place, rule) for place, rule in chosen)
     if not specs and not cfg.train and not cfg.state_offset:
         raise ValueError(
@@ -78,7 +78,9 @@ def _skipped(cfg: LoraConfig, site: AdapterSite) -> bool:
     return ssm or (cfg.skip_nextn and site.path.startswith(NEXTN))
 
 
-def _asked(cfg: LoraConfig, places: Sequence[Place]) -> list[Place]:
+def _asked(
+    cfg: LoraConfig, places: Sequence[Place], everything: Sequence[Place]
+) -> list[Place]:
     """Places that presets and names ask for; each name must find some.
 
     Without any name the rules alone place; a pattern that fits a whole weight is then
@@ -97,7 +99,8 @@ def _asked(cfg: LoraConfig, places: Sequence[Place]) -> list[Place]:
     for i, name in enumerate(cfg.place):
         found = [place.path for place in places if _is_named(name, place)]
         if not found:
-            raise ValueError(_nothing(f"config.lora.place[{i}]", name, cfg, places))
+            where = f"config.lora.place[{i}]"
+            raise ValueError(_nothing(where, name, cfg, everything))
         asked.update(found)
     return [place for place in places if place.path in asked]
 
@@ -108,7 +111,9 @@ def _is_named(name: str, place: Place) -> bool:
     return name == place.name
 
 
-def _by_rules(cfg: LoraConfig, asked: Sequence[Place]) -> list[tuple[Place, LoraRule]]:
+def _by_rules(
+    cfg: LoraConfig, asked: Sequence[Place], everything: Sequence[Place]
+) -> list[tuple[Place, LoraRule]]:
     """Each adapter that stands, with its rule; every rule must decide somewhere."""
     patterns = [rule.pattern for rule in cfg.rules]
     rules = [*cfg.rules, LoraRule(pattern=".*", rank=None if cfg.place else 0)]
@@ -116,7 +121,7 @@ def _by_rules(cfg: LoraConfig, asked: Sequence[Place]) -> list[tuple[Place, Lora
     for i, pattern in enumerate(patterns):
         if i not in index:
             where = f"config.lora.rules[{i}].pattern"
-            raise ValueError(_nothing(where, pattern, cfg, asked))
+            raise ValueError(_nothing(where, pattern, cfg, everything))
     chosen = [(place, rules[i]) for place, i in zip(asked, index, strict=True)]
     return [(place, rule) for place, rule in chosen if rule.rank != 0]
 
@@ -157,17 +162,20 @@ def _check_dora(specs: Sequence[AdapterSpec]) -> None:
             )
 
 
-def _nothing(where: str, name: str, cfg: LoraConfig, places: Sequence[Place]) -> str:
-    known = [*PRESETS, *dict.fromkeys(place.name for place in places)]
-    if "rules" in where:
-        known = [place.path for place in places]
+def _nothing(
+    where: str, name: str, cfg: LoraConfig, everything: Sequence[Place]
+) -> str:
+    is_rule = where.endswith("pattern")
+    names = [place.path if is_rule else place.name for place in everything]
+    known = dict.fromkeys(names if is_rule else [*PRESETS, *names])
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    skips = [s for s in ("skip_ssm", "skip_nextn") if getattr(cfg, s)]
-    skipped = f" (with {' and '.join(skips)})" if skips else ""
+    kept = any(_skipped(cfg, place.site) for place in everything)
+    why = " (skip_ssm or skip_nextn leaves some out)" if kept else ""
+    why += " (nothing matches, or earlier rules take all)" if is_rule else ""
     return (
-        f"{where}: {name!r} places no adapter{skipped}{hint}; expected something that "
-        f"exists: {_existing(places)}"
+        f"{where}: {name!r} places no adapter{why}{hint}; expected something that "
+        f"exists: {_existing(everything)}"
     )
 
 
