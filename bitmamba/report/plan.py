@@ -15,6 +15,8 @@ class MemoryPlan(NamedTuple):
     step: temporaries of the compiled step (gradients, activations, logits), or None
         before it is compiled.
     peak: what the step needs in all, or None.
+    estimated_from: layers of the compiled steps that step and peak are estimated from;
+        empty if the step itself was compiled.
     """
 
     parameters: int
@@ -24,14 +26,30 @@ class MemoryPlan(NamedTuple):
     others: Mapping[str, int]
     step: int | None = None
     peak: int | None = None
+    estimated_from: tuple[int, ...] = ()
 
 
-def with_compiled(plan: MemoryPlan, compiled) -> MemoryPlan:
-    """Add the compiled step's temporaries and peak, as XLA reports them."""
+class StepMemory(NamedTuple):
+    """Bytes of a step's temporaries and peak; `estimated_from` as in MemoryPlan."""
+
+    temporaries: int
+    peak: int
+    estimated_from: tuple[int, ...] = ()
+
+
+def step_memory(compiled) -> StepMemory:
+    """The compiled step's temporaries and peak, as XLA reports them."""
     memory = compiled.memory_analysis()
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     peak = kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return plan._replace(step=memory.temp_size_in_bytes, peak=peak)
+    return StepMemory(memory.temp_size_in_bytes, peak)
+
+
+def with_step(plan: MemoryPlan, step: StepMemory) -> MemoryPlan:
+    """Add what the step needs."""
+    return plan._replace(
+        step=step.temporaries, peak=step.peak, estimated_from=step.estimated_from
+    )
 
 
 def plan_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
@@ -49,9 +67,16 @@ def plan_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         activations = max(0, plan.step - plan.gradients)
         rows += [
             ("activations and other temporaries", units.size(activations)),
-            ("peak of the compiled step", units.size(plan.peak)),
+            (_peak_name(plan), units.size(plan.peak)),
         ]
     return rows
+
+
+def _peak_name(plan: MemoryPlan) -> str:
+    if not plan.estimated_from:
+        return "peak of the compiled step"
+    depths = " and ".join(map(str, plan.estimated_from))
+    return f"peak of the step, estimated from compiled steps of {depths} layers"
 
 
 def check_budget(plan: MemoryPlan, memory_gb: float | None) -> str | None:

@@ -28,12 +28,21 @@ def test_rows_show_both_optimisers_and_what_compiling_adds():
     assert len(after) == len(before) + 2
 
 
+def test_an_estimated_peak_says_what_it_is_estimated_from():
+    step = plan.StepMemory(10 * 2**20, 20 * 2**20, estimated_from=(2, 3))
+
+    rows = dict(plan.plan_rows(plan.with_step(make(), step)))
+
+    name = "peak of the step, estimated from compiled steps of 2 and 3 layers"
+    assert rows[name] == "20.0 MiB"
+
+
 def test_the_compiled_step_reports_its_temporaries():
     n = 256
     shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
     compiled = jax.jit(lambda a, b: (a @ b) @ (b @ a)).lower(shape, shape).compile()
 
-    whole = plan.with_compiled(make(), compiled)
+    whole = plan.with_step(make(), plan.step_memory(compiled))
 
     one = 4 * n * n
     assert whole.step >= one
