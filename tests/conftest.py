@@ -1,5 +1,48 @@
-"""Tests run on the CPU, and see the repository's own packages."""
+"""Tests run on the CPU, and spend their time on computing, not on compiling.
+
+Nearly all of the time is compilation. So the programs of the tests' own processes are
+compiled with little effort, and each once for all workers: they share a cache, which is
+made for this run of the tests and goes with it. Processes that the tests start see the
+cache but not the low effort: they compile as a user's do. A test whose point depends on
+the machine code, as equality to the bit does, compiles with `users_level`.
+"""
 
 import os
+import shutil
+import tempfile
+
+import pytest
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+LITTLE_EFFORT = "--xla_backend_optimization_level=0"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if not IS_WORKER:  # workers inherit it
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="bitmamba-xla-")
+
+
+def _start_jax_with(flags):
+    """JAX reads XLA_FLAGS once, at its start; what is started later does not see it."""
+    given = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{flags} {given or ''}"
+    import jax
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.devices()
+    del os.environ["XLA_FLAGS"]
+    if given is not None:
+        os.environ["XLA_FLAGS"] = given
+
+
+_start_jax_with(LITTLE_EFFORT)
+
+
+def pytest_unconfigure():
+    if not IS_WORKER:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def users_level():
+    """compiler_options that make what a user's process makes."""
+    return {"xla_backend_optimization_level": 3}

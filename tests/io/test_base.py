@@ -22,8 +22,12 @@ SMALL = ModelConfig(
 )
 
 
+def random_params(model, seed):
+    return jax.jit(lambda key: init_params(model, key))(jax.random.key(seed))
+
+
 def test_codes_and_scales_survive_and_the_rest_is_exact(tmp_path):
-    params = init_params(build_model(SMALL), jax.random.key(0))
+    params = random_params(build_model(SMALL), 0)
 
     n_bytes = save_base(params, tmp_path)
     loaded = load_base(tmp_path)
@@ -48,14 +52,15 @@ def test_codes_and_scales_survive_and_the_rest_is_exact(tmp_path):
 
 def test_logits_after_loading_are_those_of_the_model_that_was_saved(tmp_path):
     model = build_model(SMALL)
-    params = init_params(model, jax.random.key(1))
+    params = random_params(model, 1)
     params["embed"]["embedding"] = params["embed"]["embedding"].astype(np.float16)
     params["embed"]["embedding"] = params["embed"]["embedding"].astype(np.float32)
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
 
     save_base(params, tmp_path)
-    before = model.apply({"params": params}, tokens)
-    after = model.apply({"params": load_base(tmp_path)}, tokens)
+    run = jax.jit(lambda params: model.apply({"params": params}, tokens))
+    before = run(params)
+    after = run(load_base(tmp_path))
 
     np.testing.assert_allclose(before, after, rtol=2e-5, atol=2e-5)
 

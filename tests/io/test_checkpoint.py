@@ -1,4 +1,5 @@
 import copy
+import functools
 import logging
 
 import jax
@@ -61,10 +62,10 @@ def test_optimiser_without_state(toy, open_checkpointer, opt_state):
     assert restored.opt_state == opt_state
 
 
-def test_resume_equals_unbroken_run(toy, open_checkpointer):
+def test_resume_equals_unbroken_run(toy, open_checkpointer, users_level):
     tx = optax.adam(1e-2)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=users_level)
     def update(weights, opt_state, key):
         grads = jax.tree.map(lambda w: w + jax.random.normal(key, w.shape), weights)
         updates, opt_state = tx.update(grads, opt_state)

@@ -57,18 +57,22 @@ def test_values_and_gradients_equal_the_straight_through_formula(
     w = rng.standard_normal((24, 9)).astype(np.float32)
     dy = rng.standard_normal((2, 5, 9)).astype(np.float32)
 
-    y, pull = jax.vjp(lambda x, w: bit_linear(x, w, cfg, jnp.dtype("float32")), x, w)
+    def values_and_gradients(function, x, w, dy):
+        y, pull = jax.vjp(function, x, w)
+        return y, *pull(dy)
+
+    run = jax.jit(values_and_gradients, static_argnums=0)
+    got = run(lambda x, w: bit_linear(x, w, cfg, jnp.dtype("float32")), x, w, dy)
     with jax.enable_x64(True):
         margins = []
         x64, w64, dy64 = (jnp.asarray(t, jnp.float64) for t in (x, w, dy))
-        y64, pull64 = jax.vjp(lambda x, w: _formula(float64, x, w, cfg), x64, w64)
+        expected = run(lambda x, w: _formula(float64, x, w, cfg), x64, w64, dy64)
         float64.quantised_input(x64, cfg, margins)
         float64.quantised_weight(w64, margins)
-        expected = (y64, *pull64(dy64))
         margin = min(float(m) for m in margins)
 
     assert margin > 1e-4, "too near a rounding tie to compare; take another seed"
-    assert relative_error((y, *pull(dy)), expected) < 1e-6
+    assert relative_error(got, expected) < 1e-6
 
 
 def _formula(float64, x, w, cfg):
