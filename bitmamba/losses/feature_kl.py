@@ -93,12 +93,14 @@ def _spread(ids, logits, vocab_size):
     inside = (ids >= 0) & (ids < vocab_size)
     wrong = (~inside & (logits != -jnp.inf)) | jnp.isnan(logits)
     fill = jnp.where(wrong.any(-1), jnp.nan, -jnp.inf).astype(logits.dtype)
-    dense = jnp.broadcast_to(fill.reshape(-1, 1), (fill.size, vocab_size))
-    rows = jnp.arange(fill.size)[:, None]
-    values = jnp.where(inside, logits, -jnp.inf).reshape(fill.size, -1)
-    at = jnp.where(inside, ids, 0).reshape(fill.size, -1)
-    # max: padding (-inf) may carry the id of a real entry.
-    return dense.at[rows, at].max(values).reshape(*fill.shape, vocab_size)
+
+    def one(fill, ids, logits):
+        # max: padding (-inf) may carry the id of a real entry.
+        return jnp.full((vocab_size,), fill).at[ids].max(logits)
+
+    for _ in range(ids.ndim - 1):
+        one = jax.vmap(one)
+    return one(fill, jnp.where(inside, ids, 0), jnp.where(inside, logits, -jnp.inf))
 
 
 def _feature_kl_forward(rule, block_size, hidden, head, fixed, fixed_head):

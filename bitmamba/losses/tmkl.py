@@ -65,7 +65,8 @@ def tmkl_loss_and_gradient(
     Raises:
         ValueError: shapes disagree, an unknown direction, or block_size < 1.
 
-    Numerics: float32, of one block at a time. A logit of -inf is a forbidden token:
+    Numerics: float32, of one block at a time (jax 0.10 on the CPU alone widens
+        bfloat16 logits whole before the loop). A logit of -inf is a forbidden token:
         forbidden in both models, it plays no part; in one of them only, its
         log-probability counts as -1e30, so that the divergence (infinite) stays
         finite: huge, if the other model gives it probability. Nothing finite beside
