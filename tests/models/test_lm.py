@@ -62,18 +62,20 @@ def test_logits_and_all_gradients_equal_float64(
     assert relative_error(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("linear", ["dense", "bit"])
-def test_documents_of_a_window_do_not_touch_each_other(linear, tiny, make_lm):
+# Each kind of layer once, with the projections that test_mixers isolates it with.
+@pytest.mark.parametrize(("pattern", "linear"), [("M*", "dense"), ("B-", "bit")])
+def test_documents_of_a_window_do_not_touch_each_other(
+    pattern, linear, tiny, make_lm, users_level
+):
     # Given four documents whose tokens come from four disjoint parts of the vocabulary,
     # so that rows of the embedding's gradient belong to one document each.
-    cfg = tiny(HYBRID, linear=linear)
+    cfg = tiny(pattern, linear=linear)
     model, params = make_lm(cfg)
     segments = _segments()
     tokens = _tokens(high=12) + 12 * (segments - 1)
     cotangent = _tokens(1, (2, LENGTH, cfg.d_model)) - 24.0
 
-    @jax.jit
-    def run(tokens):
+    def both(tokens, params):
         def loss(params):
             hidden, head = model.apply(
                 {"params": params}, tokens, segment_ids=segments, method="features"
@@ -83,12 +85,13 @@ def test_documents_of_a_window_do_not_touch_each_other(linear, tiny, make_lm):
         gradient, outputs = jax.grad(loss, has_aux=True)(params)
         return gradient["embed"]["embedding"], outputs
 
-    embedding, outputs = run(tokens)
+    run = jax.jit(both, compiler_options=users_level)
+    embedding, outputs = run(tokens, params)
     for i, (a, b) in enumerate(itertools.pairwise(CUTS)):
         changed = tokens.copy()
         changed[:, b - 1] = (changed[:, b - 1] + 5) % 12 + 12 * i
 
-        embedding_now, outputs_now = run(changed)
+        embedding_now, outputs_now = run(changed, params)
 
         rows = np.r_[0 : 12 * i, 12 * (i + 1) : 48]
         places = np.r_[0:a, b:LENGTH]
@@ -144,8 +147,12 @@ def test_logits_are_hidden_times_head(tiny, make_lm):
     for changes in ({}, {"linear": "bit"}, {"tie_embeddings": True}):
         model, params = make_lm(tiny("-", **changes))
 
-        logits = model.apply({"params": params}, _tokens())
-        hidden, head = model.apply({"params": params}, _tokens(), method="features")
+        @jax.jit
+        def run(params, model=model):
+            features = model.apply({"params": params}, _tokens(), method="features")
+            return model.apply({"params": params}, _tokens()), *features
+
+        logits, hidden, head = run(params)
 
         assert np.array_equal(logits, hidden @ head)
         assert logits.dtype == jnp.float32
@@ -161,7 +168,7 @@ def test_ternary_head_gives_quantised_values_and_straight_gradients(tiny, make_l
         hidden, head = model.apply({"params": params}, _tokens(), method="features")
         return (hidden.sum((0, 1)) @ head).sum(), (hidden, head)
 
-    gradient, (hidden, head) = jax.grad(loss, has_aux=True)(params)
+    gradient, (hidden, head) = jax.jit(jax.grad(loss, has_aux=True))(params)
 
     assert len(np.unique(head)) == 3
     expected = np.asarray(hidden, np.float64).sum((0, 1))[:, None]
@@ -215,7 +222,7 @@ def test_remat_changes_no_value_and_no_path(tiny, make_lm, relative_error):
 def test_shapes_are_those_of_the_initialised_model(tiny):
     model = build_model(tiny("MM*-M", vocab_size=8))
 
-    params = init_params(model, jax.random.key(0))
+    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
 
     flat, shapes = paths.flatten(params), paths.flatten(param_shapes(model))
     assert {p: (v.shape, v.dtype) for p, v in flat.items()} == {
@@ -275,12 +282,12 @@ def test_left_padding_changes_nothing(rows, decoder, relative_error):
     real = np.ones_like(tokens)
     real[0, :9] = 0
 
-    logits, state = decode(short, init_decode_state(cfg, 1, 7), None)
+    logits, state = decode(short, init_decode_state(cfg, 1, LENGTH), None)
     expected = [logits[0, -1]]
     for t in range(4):
         logits, state = decode(after[:, t : t + 1], state, None)
         expected.append(logits[0, -1])
-    logits, state = decode(tokens, init_decode_state(cfg, rows, 16), real)
+    logits, state = decode(tokens, init_decode_state(cfg, rows, LENGTH), real)
     got = [logits[0, -1]]
     for t in range(4):
         step = np.tile(after[:, t : t + 1], (rows, 1))
@@ -294,9 +301,9 @@ def test_left_padding_changes_nothing(rows, decoder, relative_error):
 def test_left_padding_fed_token_by_token_changes_nothing(decoder, relative_error):
     cfg, decode, _ = decoder
     text = _tokens(0, (1, 3))
-    expected, _ = decode(text, init_decode_state(cfg, 1, 3), None)
+    expected, _ = decode(text, init_decode_state(cfg, 1, LENGTH), None)
     tokens, real = np.pad(text, ((0, 0), (2, 0))), np.array([[0, 0, 1, 1, 1]])
-    state = init_decode_state(cfg, 1, 5)
+    state = init_decode_state(cfg, 1, LENGTH)
 
     for t in range(5):
         logits, state = decode(tokens[:, t : t + 1], state, real[:, t : t + 1])

@@ -30,23 +30,25 @@ def _spans(cuts):
     return list(enumerate(itertools.pairwise(cuts)))
 
 
-def _apply(module, **fixed):
+def _apply(module, options=None):
     def run(params, x, **kwargs):
-        return module.apply({"params": params}, x, **fixed, **kwargs)
+        return module.apply({"params": params}, x, **kwargs)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=options)
 
 
-def _gradients(forward, params, x, cotangent):
-    """(value, gradients of every parameter and of x) of sum(y · cotangent)."""
+def _gradients(module, cotangent, options, segments=None):
+    """Program of (params, x): y, and all gradients of sum(y · cotangent)."""
 
     def loss(params, x):
-        y = forward(params, x)
+        y, _ = module.apply({"params": params}, x, segment_ids=segments)
         return (y * cotangent).sum(), y
 
-    grad = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    gradients, y = grad(params, x)
-    return y, gradients
+    def run(params, x):
+        gradients, y = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        return y, gradients
+
+    return jax.jit(run, compiler_options=options)
 
 
 def _reference(float64, name, cfg, params, x, cotangent, cuts):
@@ -94,17 +96,13 @@ def _variants():
 
 @pytest.mark.parametrize(("name", "changes"), _variants())
 def test_values_and_all_gradients_equal_float64(
-    name, changes, tiny, float64, make_mixer, relative_error
+    name, changes, tiny, float64, make_mixer, relative_error, users_level
 ):
     cfg = tiny("MB*-", **changes)
     module, params = make_mixer(name, cfg)
     x, cotangent = _input(cfg), _input(cfg, seed=1)
-    segments = _segments()
 
-    def forward(params, x):
-        return module.apply({"params": params}, x, segment_ids=segments)[0]
-
-    got = _gradients(forward, params, x, cotangent)
+    got = _gradients(module, cotangent, users_level, _segments())(params, x)
     expected, _ = _reference(float64, name, cfg, params, x, cotangent, CUTS)
 
     assert relative_error(got, expected) < 5e-6
@@ -128,10 +126,7 @@ def test_ternary_values_and_all_gradients_equal_float64(
     module, params = make_mixer(name, cfg, seed)
     x, cotangent = (_input(cfg, s, rows=1, length=7) for s in (seed, 100))
 
-    def forward(params, x):
-        return module.apply({"params": params}, x)[0]
-
-    got = _gradients(forward, params, x, cotangent)
+    got = _gradients(module, cotangent, None)(params, x)
     expected, margin = _reference(float64, name, cfg, params, x, cotangent, (0, 7))
 
     assert margin > 1e-3, "too near a rounding tie to compare; take another seed"
@@ -139,10 +134,10 @@ def test_ternary_values_and_all_gradients_equal_float64(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_later_tokens_change_nothing_before_them(name, tiny, make_mixer):
+def test_later_tokens_change_nothing_before_them(name, tiny, make_mixer, users_level):
     cfg = tiny("MB*-")
     module, params = make_mixer(name, cfg)
-    run = _apply(module)
+    run = _apply(module, users_level)
     x = _input(cfg)
     y, state = run(params, x)
     for cut in (1, 7, 8, 13):
@@ -160,19 +155,15 @@ def test_later_tokens_change_nothing_before_them(name, tiny, make_mixer):
 @pytest.mark.parametrize(
     ("name", "linear"), list(zip(NAMES, ["dense", "bit"] * 2, strict=True))
 )
-def test_documents_do_not_touch_each_other(name, linear, tiny, make_mixer):
+def test_documents_do_not_touch_each_other(name, linear, tiny, make_mixer, users_level):
     cfg = tiny("MB*-", linear=linear)
     module, params = make_mixer(name, cfg)
-    segments = _segments()
     x, cotangent = _input(cfg), _input(cfg, seed=1)
+    program = _gradients(module, cotangent, users_level, _segments())
 
-    @jax.jit
     def run(x):
-        def loss(x):
-            y, _ = module.apply({"params": params}, x, segment_ids=segments)
-            return (y * cotangent).sum(), y
-
-        return jax.grad(loss, has_aux=True)(x)
+        y, (_, of_x) = program(params, x)
+        return y, of_x
 
     before = run(x)
     for _, (a, b) in _spans(CUTS):

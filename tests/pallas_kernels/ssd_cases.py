@@ -1,7 +1,5 @@
 """Inputs and the float64 truth for the tests of the scan."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,8 +71,7 @@ def _with_gradients(function, inputs, cotangents):
     return {"y": y, "final_state": final_state, **named}
 
 
-@functools.partial(jax.jit, static_argnames="chunk_size")
-def chunked(inputs, cotangents, segment_ids, chunk_size):
+def _chunked(inputs, cotangents, segment_ids, chunk_size):
     """Outputs and all gradients of the public function."""
 
     def run(i):
@@ -83,6 +80,14 @@ def chunked(inputs, cotangents, segment_ids, chunk_size):
         return tuple(ssd(*args, **rest, segment_ids=segment_ids, chunk_size=chunk_size))
 
     return _with_gradients(run, inputs, cotangents)
+
+
+def compile_chunked(options=None):
+    """chunked(inputs, cotangents, segment_ids, chunk_size), compiled with options."""
+    return jax.jit(_chunked, static_argnames="chunk_size", compiler_options=options)
+
+
+chunked = compile_chunked()
 
 
 @jax.jit

@@ -1,7 +1,5 @@
 """Documents in one packed row never touch each other, to the bit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,12 @@ from pallas_kernels import ssd
 from pallas_kernels.ssd.reference import token_scan
 
 PER_TOKEN = ("y", "dx", "ddt", "dB", "dC")
+
+
+@pytest.fixture(scope="module")
+def chunked(users_level):
+    """The scan as users have it, for what must be equal to the bit."""
+    return cases.compile_chunked(users_level)
 
 
 @settings(deadline=None, max_examples=15)
@@ -88,7 +92,6 @@ def _change(inputs, dy, chosen, scale, seed):
     return inputs, dy
 
 
-@functools.partial(jax.jit, static_argnames="chunk_size")
 def _recurrence(inputs, cotangents, segment_ids, chunk_size):
     del chunk_size  # the recurrence has none
 
@@ -109,7 +112,7 @@ def _recurrence(inputs, cotangents, segment_ids, chunk_size):
     ids=["G1N8-f32", "G1N8-bf16", "G4N1-f32"],
 )
 def test_case_b028_a_changed_document_moves_no_bit_of_the_others(
-    groups_n, dtype, scale
+    groups_n, dtype, scale, chunked
 ):
     shape = (1, 44, 4, 5, *groups_n)
     for seed in range(3):
@@ -121,9 +124,9 @@ def test_case_b028_a_changed_document_moves_no_bit_of_the_others(
         dy, dstate = cases.make_cotangents(shape, seed)
         changed, changed_dy = _change(inputs, dy, chosen, scale, seed)
 
-        before = cases.chunked(cases.cast(inputs, dtype), (dy, dstate), ids, 16)
+        before = chunked(cases.cast(inputs, dtype), (dy, dstate), ids, 16)
         changed = cases.cast(changed, dtype)
-        after = cases.chunked(changed, (changed_dy, dstate), ids, 16)
+        after = chunked(changed, (changed_dy, dstate), ids, 16)
 
         for name in PER_TOKEN:
             a = np.asarray(before[name], np.float32)[~chosen]
@@ -134,7 +137,7 @@ def test_case_b028_a_changed_document_moves_no_bit_of_the_others(
         assert moved.any()
 
 
-def test_case_b030_every_path_keeps_the_boundaries():
+def test_case_b030_every_path_keeps_the_boundaries(chunked, users_level):
     shape = (1, 22, 2, 3, 1, 4)
     inputs = cases.make_inputs(shape)
     dy, dstate = cases.make_cotangents(shape)
@@ -142,7 +145,8 @@ def test_case_b030_every_path_keeps_the_boundaries():
     last_of_first = np.arange(22)[None] == 5
     changed, _ = _change(inputs, dy, last_of_first, 1.0, 5)
 
-    for path in (cases.chunked, _recurrence):
+    options = {"static_argnames": "chunk_size", "compiler_options": users_level}
+    for path in (chunked, jax.jit(_recurrence, **options)):
         a, b = (
             path(cases.cast(i, np.float32), (dy, dstate), ids, 8)
             for i in (inputs, changed)
