@@ -10,10 +10,12 @@ from bitmamba.config import OptimConfig
 from bitmamba.optim.adafactor import at_floor, scale_by_adafactor
 from bitmamba.optim.adamw import scale_by_adam
 from bitmamba.optim.chain import (
+    Hyper,
     Optimizer,
     Preconditioner,
     build_optimizer,
     chain_hints,
+    hyper,
 )
 from bitmamba.optim.groups import (
     GroupRow,
@@ -29,11 +31,13 @@ __all__ = [
     "TRANSFORMS",
     "GroupRow",
     "Groups",
+    "Hyper",
     "Optimizer",
     "Preconditioner",
     "assign_groups",
     "chain_hints",
     "group_table",
+    "hyper",
     "make_optimizer",
     "make_schedule",
     "split_frozen",

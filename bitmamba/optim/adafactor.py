@@ -31,7 +31,7 @@ def scale_by_adafactor(
     *,
     schedule: Callable[[jax.Array], jax.Array],
     is_scaled: Callable[[str], bool] = lambda path: True,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Precondition by a factored second moment; the caller multiplies by lr and -1.
 
     With t = 1, 2, … and beta2 = 1 - t^-0.8, all in float32:
@@ -56,7 +56,8 @@ def scale_by_adafactor(
             design, as adapters do, have no size that could tell how far to go.
 
     Returns:
-        A transformation whose update needs `params` and gives float32 updates.
+        A transformation whose update needs `params` and gives float32 updates. It
+        takes `rate=`, lr_t of this update, instead of the schedule's.
 
     Raises:
         ValueError: unknown rule.
@@ -80,7 +81,8 @@ def scale_by_adafactor(
             count=jnp.zeros([], jnp.int32), stats=jax.tree.map(_init_stats, params)
         )
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, rate=None, **extra):
+        del extra
         if params is None:
             raise ValueError(
                 "adafactor: params: got None; expected the parameters, which set the "
@@ -90,7 +92,8 @@ def scale_by_adafactor(
         cap = 1.0
         if cfg.relative_step:
             # Written so that lr_t = 0 divides nothing by zero.
-            cap = 1.0 / jnp.maximum(1.0, schedule(state.count) * jnp.sqrt(t))
+            lr_t = schedule(state.count) if rate is None else rate
+            cap = 1.0 / jnp.maximum(1.0, lr_t * jnp.sqrt(t))
         leaves, treedef = jax.tree.flatten_with_path(updates)
         pairs = [
             _update_leaf(
@@ -113,7 +116,7 @@ def scale_by_adafactor(
         out = treedef.unflatten([u for u, _ in pairs])
         return out, AdafactorState(count=optax.safe_increment(state.count), stats=stats)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def at_floor(state: AdafactorState, params: Any, *, cfg: AdafactorConfig) -> Any:

@@ -18,7 +18,7 @@ from bitmamba.optim.norms import leaf_norms
 from bitmamba.optim.report import update_report
 from bitmamba.optim.schedules import Schedule, make_schedule
 from bitmamba.paths import flatten, unflatten
-from bitmamba.types import Params
+from bitmamba.types import Array, Params
 
 
 class Preconditioner(NamedTuple):
@@ -33,12 +33,29 @@ class Preconditioner(NamedTuple):
     at_floor: Callable[[Any, Params], Any] | None = None
 
 
+class Hyper(NamedTuple):
+    """What a compiled update reads at run time: () float32 each, or arrays of arms.
+
+    One program so serves every value, and runs that differ in these alone are equal
+    to the bit however they are compiled.
+    """
+
+    lr: Array
+    weight_decay: Array
+
+
+def hyper(cfg: OptimConfig) -> Hyper:
+    """The values of a config."""
+    return Hyper(jnp.float32(cfg.lr), jnp.float32(cfg.weight_decay))
+
+
 class Optimizer(NamedTuple):
     """An optax transformation that also reports; init and update are jittable.
 
     init(trainable) -> state: a dict, by stage of the chain.
-    update(grads, state, params) -> (updates, state, report); report: float32 scalars,
-        see `bitmamba.optim.report`. `optax.apply_updates` adds the updates.
+    update(grads, state, params, hyper=None) -> (updates, state, report); report:
+        float32 scalars, see `bitmamba.optim.report`. `optax.apply_updates` adds the
+        updates. hyper: Hyper; None takes the config's as constants of the program.
     transform: the same chain without the report.
     schedule: updates made so far -> learning rate of the next one.
     groups: which rule decides for which trainable parameter.
@@ -76,15 +93,18 @@ def build_optimizer(
         ("precondition", preconditioner.transform),
         ("decay", add_decay(cfg.weight_decay, groups=groups)),
         ("groups", scale_by_group(groups)),
-        ("schedule", optax.scale_by_schedule(schedule)),
+        ("schedule", scale_by_rate(schedule)),
         ("sign", optax.scale(-1.0)),
     )
 
-    def update(grads, state, params):
+    def update(grads, state, params, hyper: Hyper | None = None):
         grads = _float32(grads)
         raw = leaf_norms(grads, norm=cfg.norm)
         norms = raw if clamp is None else leaf_norms(grads, norm=cfg.norm, clamp=clamp)
-        updates, new_state = chain.update(grads, state, params, norms=norms)
+        count = state["schedule"].count
+        rate = schedule(count) if hyper is None else schedule(count, lr=hyper.lr)
+        given = {} if hyper is None else {"rate": rate, "hyper": hyper}
+        updates, new_state = chain.update(grads, state, params, norms=norms, **given)
         at_floor = preconditioner.at_floor
         report = update_report(
             grads=grads,
@@ -93,7 +113,7 @@ def build_optimizer(
             raw_norms=raw,
             norms=norms,
             at_floor=at_floor and at_floor(new_state["precondition"], params),
-            lr=schedule(state["schedule"].count),
+            lr=rate,
             groups=groups,
             cfg=cfg,
             clamp=clamp,
@@ -109,20 +129,43 @@ def build_optimizer(
     )
 
 
-def add_decay(weight_decay: float, *, groups: Groups) -> optax.GradientTransformation:
+def add_decay(
+    weight_decay: float, *, groups: Groups
+) -> optax.GradientTransformationExtraArgs:
     """Add weight_decay·θ where the group decays; times lr later, as AdamW does.
 
+    Its update takes `hyper=`, whose weight_decay then counts instead.
     Under Adafactor this is PyTorch's θ·(1 - lr·weight_decay), not capped by 1/√t.
     """
-    if weight_decay == 0.0:
-        return optax.identity()
 
-    def add(path, update, param):
-        if not groups.rule(path).decay:
-            return update
-        return update + weight_decay * param.astype(jnp.float32)
+    def update(updates, state, params=None, *, hyper: Hyper | None = None, **extra):
+        del extra
+        factor = weight_decay if hyper is None else hyper.weight_decay
 
-    return optax.stateless(lambda updates, params: _by_path(add, updates, params))
+        def add(path, update, param):
+            if not groups.rule(path).decay:
+                return update
+            return update + factor * param.astype(jnp.float32)
+
+        if hyper is None and weight_decay == 0.0:
+            return updates, state
+        return _by_path(add, updates, params), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def scale_by_rate(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_schedule`; its update takes `rate=`, this update's, if known."""
+    plain = optax.scale_by_schedule(schedule)
+
+    def update(updates, state, params=None, *, rate=None, **extra):
+        del params, extra
+        if rate is None:
+            rate = schedule(state.count)
+        scaled = jax.tree.map(lambda u: jnp.asarray(rate, u.dtype) * u, updates)
+        return scaled, state._replace(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(plain.init, update)
 
 
 def scale_by_group(groups: Groups) -> optax.GradientTransformation:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from bitmamba.config import OptimConfig
 
-Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+Schedule = Callable[..., jax.Array]
 
 
 def _constant(k, *, start, end, final):
@@ -42,8 +42,9 @@ def make_schedule(cfg: OptimConfig, *, steps: int) -> Schedule:
         steps: updates in the whole run.
 
     Returns:
-        schedule(count) -> float32 scalar, where count is the number of updates made
-        before this one, as optax counts: schedule(0) is the rate of the first.
+        schedule(count, lr=cfg.lr) -> float32 scalar, where count is the number of
+        updates made before this one, as optax counts: schedule(0) is the rate of the
+        first. lr may be traced.
 
     Raises:
         ValueError: unknown schedule.
@@ -57,10 +58,10 @@ def make_schedule(cfg: OptimConfig, *, steps: int) -> Schedule:
     if cfg.schedule == "wsd":
         start = max(start, steps - max(1, round(cfg.decay_share * steps)))
 
-    def schedule(count):
+    def schedule(count, lr=cfg.lr):
         k = jnp.asarray(count, jnp.float32) + 1.0
         warm = jnp.minimum(1.0, k / cfg.warmup_steps) if cfg.warmup_steps else 1.0
         share = shape(k, start=start, end=steps, final=cfg.final_lr_share)
-        return cfg.lr * warm * share
+        return lr * warm * share
 
     return schedule

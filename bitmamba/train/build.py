@@ -19,7 +19,13 @@ from bitmamba.lora.placement import place_adapters
 from bitmamba.models import LM, build_model, param_shapes
 from bitmamba.models.frozen import freeze
 from bitmamba.models.sites import adapter_sites, state_offset_shapes
-from bitmamba.optim import TRANSFORMS, Optimizer, make_optimizer, split_frozen
+from bitmamba.optim import (
+    TRANSFORMS,
+    Optimizer,
+    hyper,
+    make_optimizer,
+    split_frozen,
+)
 from bitmamba.report.plan import MemoryPlan
 from bitmamba.train.evaluate import make_eval_step
 from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
@@ -76,6 +82,7 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         n_categories=len(data.categories),
         divergence_weight=config.loss.tmkl,
         pull=_pull(config),
+        hyper=lambda frozen: frozen.hyper,
         seed=config.seed,
         watch_zeros=config.train.mode == "lora",
     )
@@ -124,7 +131,8 @@ def hold(config: Config, trainable: Params, frozen: Params) -> Frozen:
     elif config.loss.tmkl:
         own, _ = paths.split(trainable, lambda path: not is_adapter_leaf(path))
         start = jax.tree.map(jnp.copy, own)
-    return Frozen(freeze(frozen, config.model, codes=config.lora.codes), start)
+    weights = freeze(frozen, config.model, codes=config.lora.codes)
+    return Frozen(weights, start, hyper(config.optim))
 
 
 def split_trainable(config: Config, tree: Params) -> tuple[Params, Params]:

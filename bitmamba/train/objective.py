@@ -10,6 +10,7 @@ from bitmamba.config import LossConfig
 from bitmamba.lora.adapters import is_adapter_leaf
 from bitmamba.losses import LOSSES, tmkl
 from bitmamba.models import LM, build_model, variables
+from bitmamba.optim import Hyper
 from bitmamba.train.step import TokenLoss
 from bitmamba.types import Batch, Features, Params
 
@@ -19,10 +20,12 @@ class Frozen(NamedTuple):
 
     weights: parameters that do not train, as `models.frozen.freeze` leaves them.
     start: first values of what trains, where the loss compares with them (`keeps`).
+    hyper: learning rate and decay; None leaves the config's in the compiled step.
     """
 
     weights: Params
     start: Params
+    hyper: Hyper | None = None
 
 
 def make_loss_fn(model: LM, cfg: LossConfig) -> Callable[..., TokenLoss]:

@@ -66,9 +66,7 @@ def _start(config: Config, parts: Parts, checkpointer, source) -> Started:
     digests = tree_digests(frozen) if source else checkpointer.save_frozen(frozen)
     own = jax.tree.map(jnp.asarray, own)
     held = hold(config, own, frozen)
-    adapters = _first_adapters(config, parts, held.weights)
-    trainable = paths.merge(own, adapters)
-    held = held._replace(start=hold(config, trainable, {}).start)
+    trainable, held = first_values(config, parts, own, held)
     state = init_state(trainable, jax.jit(parts.optimizer.init)(trainable))
     return Started(state, held, digests, source, {})
 
@@ -109,6 +107,19 @@ def base_params(config: Config, parts: Parts) -> Params:
     params = load_base() if source == BASE else load_params(source)[0]
     _check_params(source, params, parts.base_shapes)
     return params
+
+
+def first_values(
+    config: Config, parts: Parts, own: Params, held: Frozen
+) -> tuple[Params, Frozen]:
+    """(what trains before step 1, `held` with the start that the loss compares with).
+
+    Args:
+        own: base parameters that train directly.
+        held: of the run, without the adapters in its start.
+    """
+    trainable = paths.merge(own, _first_adapters(config, parts, held.weights))
+    return trainable, held._replace(start=hold(config, trainable, {}).start)
 
 
 def _first_adapters(config: Config, parts: Parts, weights: Params) -> Params:

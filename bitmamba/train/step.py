@@ -39,6 +39,7 @@ def make_train_step(
     n_categories: int,
     divergence_weight: float = 0.0,
     pull: Pull | None = None,
+    hyper: Callable[[Any], Any] | None = None,
     seed: int = 0,
     watch_zeros: bool = False,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
@@ -51,11 +52,12 @@ def make_train_step(
 
     Args:
         loss_fn: (trainable, frozen, batch (B, L), key) -> TokenLoss.
-        update: (grads, opt_state, params) -> (updates, opt_state, report), the
-            `update` of `bitmamba.optim`.
+        update: (grads, opt_state, params[, hyper]) -> (updates, opt_state, report),
+            the `update` of `bitmamba.optim`.
         n_categories: number of categories in `batch.source_ids`.
         divergence_weight: of the divergence in the objective.
         pull: go back towards the start after each good update, or not.
+        hyper: frozen -> what the update gets as `hyper`; None gives it none.
         seed: of the keys that loss_fn gets, one for each step and micro-batch.
         watch_zeros: also return which leaves and gradients are exactly zero.
 
@@ -83,7 +85,8 @@ def make_train_step(
 
         def apply(operands):
             grads, opt_state, trainable = operands
-            updates, opt_state, report = update(grads, opt_state, trainable)
+            given = () if hyper is None else (hyper(frozen),)
+            updates, opt_state, report = update(grads, opt_state, trainable, *given)
             new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trainable, updates)
             if pull is not None:
                 rate = jnp.minimum(1.0, pull.strength * (1.0 + divergence))

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from bitmamba.config import OptimConfig, Rule
-from bitmamba.optim import TRANSFORMS, chain_hints, make_optimizer
+from bitmamba.optim import TRANSFORMS, Hyper, chain_hints, make_optimizer
 
 ORDER = [
     "float32",
@@ -172,3 +172,20 @@ def test_a_clamp_that_the_mode_drops_is_said_and_then_no_reason_for_others():
     hints = chain_hints(cfg, steps=100, clamp_allowed=False)
 
     assert hints == ["optim.clamp=1 is not used in this mode"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("name", sorted(TRANSFORMS))
+def test_values_given_at_run_time_replace_the_config(name, decay):
+    own = optimizer_for(name=name, lr=0.9, weight_decay=decay, rules=RULES)
+    other = optimizer_for(name=name, lr=7.0, weight_decay=9.0, rules=RULES)
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    values = Hyper(jnp.float32(0.9), jnp.float32(decay))
+    state = own.init(PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(other.init(PARAMS))
+
+    for _ in range(3):
+        updates, new_state, report = own.update(grads, state, PARAMS)
+        given = other.update(grads, state, PARAMS, values)
+        jax.tree.map(np.testing.assert_array_equal, given, (updates, new_state, report))
+        state = new_state
