@@ -1,0 +1,145 @@
+"""A sweep: runs unlike in learning rate, decay and rank share base, step and data."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from bitmamba.data import DataBundle
+from bitmamba.optim import hyper
+from bitmamba.paths import flatten
+from bitmamba.report import units
+from bitmamba.report.sweep import ArmResult
+from bitmamba.train import build, restore, sweep_groups
+from bitmamba.train.arms import Arm
+from bitmamba.train.divergence import Limits
+from bitmamba.train.sweep_loop import Group, Sweep, train_arms
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def run(
+    arms: Sequence[Arm],
+    data: DataBundle,
+    *,
+    how: str,
+    limits: Limits,
+    out: Path,
+    command: Callable[[ArmResult], str],
+) -> Callable[[], int]:
+    """Build and compile a sweep; returns the function that trains its arms.
+
+    Args:
+        arms: from `make_arms`; they differ in learning rate, decay and rank alone.
+        data: of every arm; each batch is read once.
+        how: "in_turn", "together" or "auto"; see `sweep_groups.compile_group`.
+        limits: when an arm has diverged.
+        out: folder for sweep.json, sweep.md and sweep.png.
+        command: the command line of an arm.
+
+    Returns:
+        A function that does the rest and returns the exit code: DONE, STOPPED, or
+        BAD_NUMBERS when every arm diverged.
+
+    Raises:
+        ValueError: nothing to evaluate on; a list that changes nothing; the memory
+            budget is too small; the base does not fit the model.
+    """
+    started = time.perf_counter()
+    if not data.eval_sft and not data.eval_replay:
+        raise ValueError(
+            "sweep: got no held-out data; expected examples or text to compare arms "
+            "on; set config.data.heldout_share or config.data.heldout_replay"
+        )
+    build.use_compilation_cache()
+    groups = _groups(arms, data, how)
+    out.mkdir(parents=True, exist_ok=True)
+    ready = Sweep(arms, data, groups, limits, out, command, started)
+    return lambda: train_arms(ready, console)
+
+
+def _groups(arms: Sequence[Arm], data: DataBundle, how: str) -> list[Group]:
+    """Compile a step a rank, then load the base once and make the arms' states."""
+    by_rank: dict[int | None, list[int]] = {}
+    for i, arm in enumerate(arms):
+        by_rank.setdefault(arm.rank, []).append(i)
+    plans = []
+    for numbers in by_rank.values():
+        parts = build.build_parts(arms[numbers[0]].config, data)
+        plans.append((numbers, parts))
+    _check_differences(arms, [parts for _, parts in plans])
+    made = []
+    for numbers, parts in plans:
+        mine = [arms[i] for i in numbers]
+        made.append((numbers, parts, sweep_groups.compile_group(parts, mine, how)))
+    _show_memory(arms, made)
+    config = arms[0].config
+    own, frozen = build.split_trainable(
+        config, restore.base_params(config, plans[0][1])
+    )
+    own = jax.tree.map(jnp.asarray, own)
+    held = build.hold(config, own, frozen)
+    return [_group(arms, *one, own, held) for one in made]
+
+
+def _group(arms, numbers, parts, compiled, own, held) -> Group:
+    config = arms[numbers[0]].config
+    trainable, held = restore.first_values(config, parts, own, held)
+    helds = {i: held._replace(hyper=hyper(arms[i].config.optim)) for i in numbers}
+    states = sweep_groups.first_states(parts, trainable, numbers)
+    return Group(numbers, parts, compiled, compiled.make(states, helds), helds)
+
+
+def _check_differences(arms: Sequence[Arm], all_parts: Sequence[build.Parts]) -> None:
+    """A list that changes nothing would be a table of equal rows."""
+    shapes = [str(flatten(parts.trainable)) for parts in all_parts]
+    if len(set(shapes)) < len(shapes):
+        raise ValueError(
+            "--rank: got ranks that change nothing; expected adapters of "
+            "config.lora.rank; leave rank out of config.lora.rules"
+        )
+    decays = any(
+        parts.optimizer.groups.rule(path).decay
+        for parts in all_parts
+        for path in parts.optimizer.groups.index
+    )
+    if len({arm.weight_decay for arm in arms}) > 1 and not decays:
+        raise ValueError(
+            "--wd: got decays that change nothing; expected a rule of "
+            "config.optim.rules with decay=True for something that trains"
+        )
+
+
+def _show_memory(arms: Sequence[Arm], made: Sequence[tuple]) -> None:
+    """What the sweep will hold: the base once, a state an arm, one step's temporaries.
+
+    Raises:
+        ValueError: more than config.memory_gb.
+    """
+    peak, kept = 0, 0
+    parts = made[0][1]
+    base = sweep_groups.tree_bytes(parts.held)
+    console.print(f"frozen base, held once: {units.size(base)}")
+    for numbers, parts, compiled in made:
+        state = sweep_groups.tree_bytes(build.state_shape(parts))
+        rank = arms[numbers[0]].rank
+        name = "" if rank is None else f" of rank {rank}"
+        console.print(
+            f"{len(numbers)} arms{name}, {compiled.name} ({compiled.reason}): "
+            f"{len(numbers)} x {units.size(state)} of parameters and optimiser state; "
+            f"step compiled in {units.duration(compiled.seconds)}, "
+            f"peak {units.size(compiled.peak)}"
+        )
+        states = len(numbers) * state
+        peak, kept = max(peak, compiled.peak - states), kept + states
+    whole = peak + kept
+    console.print(f"peak of the sweep: {units.size(whole)}")
+    budget = arms[0].config.memory_gb
+    if budget is not None and whole > budget * 2**30:
+        raise ValueError(
+            f"config.memory_gb: the sweep needs {units.size(whole)}; expected at most "
+            f"{budget:g} GiB; name fewer arms, or lower train.batch_size or data.window"
+        )

@@ -1,0 +1,335 @@
+"""A sweep: each arm is the ordinary run to the bit; diverged arms stop, alone."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from bitmamba.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    LoraConfig,
+    MLPConfig,
+    ModelConfig,
+    OptimConfig,
+    Rule,
+    TrainConfig,
+)
+from bitmamba.train import build, restore, sweep, sweep_groups
+from bitmamba.train.arms import make_arms
+from bitmamba.train.divergence import Divergence, Limits
+from bitmamba.types import Batch
+
+STEPS = 4
+
+
+def make_config(name="adamw", mode="lora", **optim):
+    return Config(
+        name="t",
+        workdir="unused",
+        model=ModelConfig(
+            vocab_size=24,
+            d_model=16,
+            layers=("mlp",),
+            linear="dense",
+            dtype="float32",
+            mlp=MLPConfig(d_ff=32),
+        ),
+        data=DataConfig(replay=("a",), window=16),
+        lora=LoraConfig(rank=2, alpha=4.0) if mode == "lora" else LoraConfig(),
+        optim=OptimConfig(
+            name=name,
+            lr=1e-2,
+            warmup_steps=2,
+            rules=(
+                Rule(pattern=".*/[ab]", lr_mult=3.0, optional=True),
+                Rule(pattern=".*"),
+            ),
+            **optim,
+        ),
+        train=TrainConfig(mode=mode, batch_size=2, steps=STEPS),
+        eval=EvalConfig(every=2),
+    )
+
+
+def make_batch(seed, *, micro=False):
+    rng = np.random.default_rng(seed)
+    shape = (2, 16) if micro else (1, 2, 16)
+    return Batch(
+        tokens=rng.integers(0, 24, shape).astype(np.int32),
+        targets=rng.integers(0, 24, shape).astype(np.int32),
+        loss_weights=np.ones(shape, np.float32),
+        segment_ids=np.ones(shape, np.int32),
+        positions=np.broadcast_to(np.arange(16, dtype=np.int32), shape).copy(),
+        source_ids=np.zeros(shape, np.int32),
+    )
+
+
+class Data:
+    """All that a sweep needs of the data; counts how often a batch is read."""
+
+    categories = ("a", "replay")
+    account = SimpleNamespace(epochs=1.0)
+    eval_replay = (make_batch(99, micro=True),)
+
+    def __init__(self, eval_sft=(make_batch(98, micro=True),)):
+        self.eval_sft, self.read = eval_sft, 0
+
+    def batches(self, start_step):
+        for seed in range(start_step, STEPS):
+            self.read += 1
+            yield make_batch(seed)
+
+
+class NoCheckpoints:
+    def restore_latest(self, *_):
+        return None
+
+    def save_frozen(self, _):
+        return {}
+
+
+def ordinary(config):
+    """What train.py does with the config; its final state."""
+    parts = build.build_parts(config, Data)
+    begun = restore.start_or_resume(config, parts, NoCheckpoints())
+    step, _ = build.compile_step(config, parts)
+    state = begun.state
+    for batch in Data().batches(0):
+        state, _ = step(state, begun.held, batch)
+    return state
+
+
+def groups_after(arms, data, how):
+    groups = sweep._groups(arms, data, how)
+    for batch in data.batches(0):
+        for group in groups:
+            group.runner.step(batch, set(group.arms))()
+    return groups
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def four_arms(name="adamw", mode="lora"):
+    return make_arms(make_config(name, mode), lr=["1e-3", "3e-2"], wd=["0", "0.1"])
+
+
+@pytest.fixture(scope="module")
+def in_turn():
+    """Four arms of adapters under AdamW after all steps, and the data they read."""
+    data = Data()
+    (group,) = groups_after(four_arms(), data, "in_turn")
+    return group, data
+
+
+def assert_ordinary(group, arms):
+    ends = []
+    for i in group.arms:
+        state = group.runner.state(i)
+        assert_same_bits(state, ordinary(arms[i].config))
+        ends.append(jax.tree.leaves(state.trainable)[0].tobytes())
+    assert len(set(ends)) == len(arms)
+
+
+def test_every_arm_is_the_ordinary_run_to_the_bit(in_turn):
+    group, data = in_turn
+
+    assert_ordinary(group, four_arms())
+    assert data.read == STEPS
+
+
+def test_every_arm_is_the_ordinary_run_with_adafactor_and_all_parameters_too():
+    arms = four_arms("adafactor", "full")
+
+    (group,) = groups_after(arms, Data(), "in_turn")
+
+    assert_ordinary(group, arms)
+
+
+def test_arms_of_a_rank_share_one_program_and_all_ranks_one_base():
+    arms = make_arms(make_config(), lr=["1e-3", "1"], wd=["0", "0.1"], rank=["2", "3"])
+    texts = []
+    for arm in (arms[0], arms[3], arms[4]):
+        parts = build.build_parts(arm.config, Data)
+        shapes = build.state_shape(parts), parts.held, build.batch_shape(arm.config)
+        texts.append(parts.step.lower(*shapes).as_text())
+
+    groups = sweep._groups(arms, Data(), "in_turn")
+
+    assert texts[0] == texts[1] != texts[2]
+    assert [group.arms for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    helds = [held for group in groups for held in group.helds.values()]
+    for leaves in zip(*(jax.tree.leaves(h.weights) for h in helds), strict=True):
+        assert all(leaf is leaves[0] for leaf in leaves)
+
+
+def test_arms_together_are_those_in_turn_up_to_rounding(in_turn):
+    turn, _ = in_turn
+    arms = four_arms()
+
+    (both,) = groups_after(arms, Data(), "together")
+
+    for i in turn.arms:
+        a, b = turn.runner.state(i), both.runner.state(i)
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6)
+    is_equal, quicker = sweep_groups.compare(
+        turn.compiled, both.compiled, turn.parts, arms
+    )
+    assert isinstance(is_equal, bool)
+    assert quicker > 0
+
+
+def run_sweep(tmp_path, config, data, limits=None, **lists):
+    code = sweep.run(
+        make_arms(config, **lists),
+        data,
+        how="auto",
+        limits=limits or Limits(),
+        out=tmp_path,
+        command=lambda arm: f"train lr={arm.lr!r}",
+    )()
+    return code, json.loads((tmp_path / "sweep.json").read_text())
+
+
+def test_a_diverging_arm_is_stopped_and_named_and_the_others_finish(tmp_path, capsys):
+    data = Data()
+
+    # The final norm bounds the losses of so small a model: a low limit will do.
+    code, found = run_sweep(
+        tmp_path,
+        make_config(),
+        data,
+        Limits(factor=1.02),
+        lr=["1e-3", "30"],
+        wd=["0", "0.1"],
+    )
+
+    assert code == 0
+    assert data.read == STEPS
+    good, _, bad, _ = found["arms"]
+    assert good["diverged"] is None
+    assert [row["step"] for row in good["evaluations"]] == [0, 2, 4]
+    start = good["evaluations"][0]["eval/loss"]
+    assert all(a["evaluations"][0]["eval/loss"] == start for a in found["arms"])
+    assert bad["diverged"]["step"] == 4
+    assert "held-out loss" in bad["diverged"]["cause"]
+    assert any("Decay is not the cause" in s for s in found["findings"])
+    assert any("learning rate is the cause" in s for s in found["findings"])
+    assert found["command"] == f"train lr={found['arms'][found['best']]['lr']!r}"
+    shown = capsys.readouterr().out
+    assert "best: " in shown
+    assert "the others go on" in shown
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_numbers_that_are_not_finite_stop_an_arm_after_max_bad_steps(tmp_path):
+    config = make_config()
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, max_bad_steps=2)
+    )
+    limits = Limits(factor=1e30, looks=9, max_bad_steps=2)
+
+    code, found = run_sweep(tmp_path, config, Data(), limits, lr=["1e-3", "1e30"])
+
+    assert code == 0
+    assert found["arms"][0]["diverged"] is None
+    # The first step is taken and makes the parameters infinite for the next two.
+    assert found["arms"][1]["diverged"]["step"] == 3
+    assert "not finite, 2 steps in a row" in found["arms"][1]["diverged"]["cause"]
+
+
+def test_only_diverged_arms_is_bad_numbers_and_ends_early(tmp_path):
+    data = Data()
+    config = dataclasses.replace(make_config(), eval=EvalConfig(every=1))
+
+    code, found = run_sweep(
+        tmp_path, config, data, Limits(factor=1.01), lr=["30", "60"]
+    )
+
+    assert code == 3
+    assert found["best"] is None
+    assert found["command"] is None
+    assert found["done"] < STEPS
+    assert data.read < STEPS
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ([1.0, 1.4, 1.49, 1.2], None),
+        ([1.6, 1.0, 1.6, 1.0], None),
+        ([1.0, 1.6, 1.6, 1.0], 3),
+        ([1.0, 1.0, 1.0, 1.6], 4),
+        ([1.0, float("nan"), float("inf"), 1.0], 3),
+    ],
+)
+def test_a_held_out_loss_must_stay_high_for_two_looks_or_to_the_end(losses, step):
+    looks = Divergence(Limits(factor=1.5, looks=2), base_loss=1.0)
+
+    for number, loss in enumerate(losses, start=1):
+        looks.evaluation(number, loss)
+    looks.end(4)
+
+    assert (looks.found and looks.found.step) == step
+
+
+def test_training_losses_are_looked_at_ten_steps_at_a_time():
+    looks = Divergence(Limits(factor=1.5, looks=2), base_loss=2.0)
+
+    for number in range(1, 41):
+        loss = 1.0 if number <= 10 else 3.1
+        looks.step(number, loss, bad_in_row=0, where="loss")
+
+    assert looks.found == (30, "training loss 3.1000 > 1.5 x 2.0000")
+
+
+@pytest.mark.parametrize(
+    ("mode", "lists", "message"),
+    [
+        ("lora", {}, "nothing to vary"),
+        ("lora", {"lr": []}, "--lr: got an empty list; expected numbers, as --lr="),
+        ("lora", {"lr": ["1e-3", "x"]}, "--lr: got 'x'; expected a number"),
+        ("lora", {"lr": ["1e-3", "0.001"]}, "--lr: got 0.001 twice"),
+        ("lora", {"lr": ["-1"]}, "config.optim.lr: got -1"),
+        ("lora", {"lr": ["nan"]}, "config.optim.lr: got nan"),
+        ("lora", {"wd": ["-0.1"]}, "config.optim.weight_decay: got -0.1"),
+        ("lora", {"rank": ["2.5"]}, "--rank: got '2.5'; expected a whole number"),
+        ("lora", {"rank": ["0"]}, "config.lora.rank: got 0"),
+        ("full", {"rank": ["8"]}, "--rank: got 8 with train.mode=full"),
+    ],
+)
+def test_mistakes_in_the_lists_are_told(mode, lists, message):
+    with pytest.raises(ValueError, match=message):
+        make_arms(make_config(mode=mode), **lists)
+
+
+def test_lists_that_change_nothing_are_mistakes():
+    config = make_config()
+    flat = dataclasses.replace(
+        config.optim, rules=(Rule(pattern=".*", decay=False, name="all"),)
+    )
+    no_decay = make_arms(dataclasses.replace(config, optim=flat), wd=["0", "0.1"])
+    with pytest.raises(ValueError, match="--wd: got decays that change nothing"):
+        sweep._groups(no_decay, Data(), "in_turn")
+
+
+def test_without_held_out_data_there_is_nothing_to_compare_arms_on(tmp_path):
+    data = Data(eval_sft=())
+    data.eval_replay = ()
+    with pytest.raises(ValueError, match="no held-out data"):
+        run_sweep(tmp_path, make_config(), data, lr=["1"])
+
+
+def test_the_budget_is_checked_before_anything_trains(tmp_path):
+    config = dataclasses.replace(make_config(), memory_gb=1e-6)
+    with pytest.raises(ValueError, match=r"config\.memory_gb: the sweep needs"):
+        run_sweep(tmp_path, config, Data(), lr=["1e-3"])
