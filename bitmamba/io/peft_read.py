@@ -29,6 +29,9 @@ _PLAIN = {
     "use_qalora": (False,),
     "use_bdlora": (None, False),
     "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
     # Others (pissa, olora, loftq, ...) have changed the base's weights as well.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
@@ -196,8 +199,10 @@ def _by_module(
         where = f"{folder}: {WEIGHTS}: {name}"
         part = next((e for e in endings if name.endswith(f".{e}")), None)
         if part is None:
+            copy = name.endswith(".base_layer.weight")
             raise ValueError(
                 f"{where}: unknown kind of tensor; expected one of {', '.join(endings)}"
+                + ("; save it with save_embedding_layers=False" if copy else "")
             )
         if not name.startswith(PREFIX) or name.startswith(PREFIX * 2):
             raise ValueError(f"{where}: expected the prefix {PREFIX!r}, once")

@@ -239,6 +239,7 @@ def folder(tmp_path):
         ("base_model.model.", "base_model.", "prefix"),
         ("base_model.model.", "base_model.model.base_model.model.", "prefix.*once"),
         ("lora_A.weight", "lora_A.default.weight", "unknown kind of tensor"),
+        ("lora_B.weight", "base_layer.weight", "save_embedding_layers=False"),
         ("layers.1.mixer", "layers.2.mixer", r"layers\.2.*nearest: .*layers\.1"),
         ("in_proj", "gate_proj", "no module .*gate_proj.*nearest"),
         ("lora_B.weight", "lora_embedding_B", "expected lora_A.weight, lora_B.weight"),
