@@ -1,7 +1,9 @@
-"""The main job as its user runs it: train, be killed, resume, look at the results."""
+"""The main job as its user runs it: train, be killed, resume, look at the results.
+
+Its processes compile as a user's do, and each program once: tests/conftest.py.
+"""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -49,17 +51,10 @@ def train(workdir, *flags, config="sft"):
     return subprocess.run(
         command(workdir, *flags, config=config),
         cwd=ROOT,
-        env=environment(workdir),
         capture_output=True,
         text=True,
         timeout=300,
     )
-
-
-def environment(workdir):
-    """One compilation cache for all runs of this file: each compiles once."""
-    cache = Path(workdir).parent / "xla"
-    return {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
 
 
 def rows(workdir):
@@ -108,7 +103,6 @@ def test_n_steps_a_kill_and_the_rest_are_bit_equal_to_all_at_once(base, unbroken
     running = subprocess.Popen(
         command(workdir, "--config.train.steps=8"),
         cwd=ROOT,
-        env=environment(workdir),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -128,7 +122,6 @@ def test_sigterm_saves_and_the_same_command_goes_on(base, unbroken):
     running = subprocess.Popen(
         command(workdir, "--config.train.steps=8"),
         cwd=ROOT,
-        env=environment(workdir),
         stdout=subprocess.PIPE,
         text=True,
     )
