@@ -23,7 +23,8 @@ def cross_entropy(
 
     Args:
         hidden: (..., D) float. Features after the final norm.
-        head: (D, V) float, of hidden's dtype.
+        head: (D, V). A head that does not train may be of another dtype, integers
+            too; its blocks are cast as they are used.
         targets: (...) int32 in [0, V).
         block_size: columns of the vocabulary formed at a time; None chooses so that
             a block holds at most MAX_BLOCK_LOGITS logits.
@@ -67,6 +68,7 @@ def _accumulator(dtype):
 def _block_logits(hidden, head, start, block_size):
     """(T, block_size) logits from column `start`; columns past V are -inf."""
     columns, valid = _block(head, start, block_size)
+    columns = columns.astype(hidden.dtype)
     dtype = _accumulator(hidden.dtype)
     logits = jnp.dot(hidden, columns, preferred_element_type=dtype)
     return jnp.where(valid, logits, -jnp.inf), columns, valid
@@ -107,6 +109,7 @@ def _nll_backward(block_size, residuals, cotangent):
     hidden, head, targets, log_sum = residuals
     dtype = _accumulator(hidden.dtype)
     vocab_size = head.shape[1]
+    trains = jnp.issubdtype(head.dtype, jnp.floating)
 
     def body(carry, start):
         d_hidden, d_head = carry
@@ -118,13 +121,15 @@ def _nll_backward(block_size, residuals, cotangent):
         d_logits = (probability - is_target) * cotangent[:, None]
         d_logits = d_logits.astype(hidden.dtype)
         d_hidden += jnp.dot(d_logits, columns.T, preferred_element_type=dtype)
+        if not trains:
+            return (d_hidden, None), None
         d_columns = jnp.dot(hidden.T, d_logits, preferred_element_type=dtype)
         old = lax.dynamic_slice_in_dim(d_head, first, block_size, axis=1)
         new = (old + d_columns).astype(head.dtype)
         return (d_hidden, lax.dynamic_update_slice_in_dim(d_head, new, first, 1)), None
 
     starts = jnp.arange(0, vocab_size, block_size)
-    begin = (jnp.zeros(hidden.shape, dtype), jnp.zeros_like(head))
+    begin = (jnp.zeros(hidden.shape, dtype), jnp.zeros_like(head) if trains else None)
     (d_hidden, d_head), _ = lax.scan(body, begin, starts)
     return d_hidden.astype(hidden.dtype), d_head, None
 

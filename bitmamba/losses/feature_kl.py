@@ -121,6 +121,8 @@ def _feature_kl_forward(rule, block_size, hidden, head, fixed, fixed_head):
 def _feature_kl_backward(rule, block_size, residuals, cotangent):
     direction, hidden, head, fixed, fixed_head = residuals
     d_hidden = (direction * cotangent[..., None]).astype(hidden.dtype)
+    if not jnp.issubdtype(head.dtype, jnp.floating):  # codes, which do not train
+        return d_hidden, None, None, None
     d_head = _head_gradient(
         rule, block_size, hidden, head, fixed, fixed_head, cotangent
     )

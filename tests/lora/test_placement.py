@@ -148,7 +148,10 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"place": ("in_proj", "gate_porj")}, r"place\[1\]: 'gate_porj'.*did you mean gate_proj"),
+        (
+            {"place": ("in_proj", "gate_porj")},
+            r"place\[1\]: 'gate_porj'.*did you mean gate_proj",
+        ),
         ({"place": ("attention",), "sites": "M"}, r"'attention' places no adapter"),
         ({"place": ("ssm",), "skip_ssm": True}, r"'ssm' .*\(skip_ssm"),
         ({"place": ("lm_head",), "sites": "tied"}, r"'lm_head' places no adapter"),

@@ -119,3 +119,20 @@ def test_wrong_shapes_are_refused(targets, block_size, message):
         cross_entropy(
             hidden, head, good if targets is None else targets, block_size=block_size
         )
+
+
+@pytest.mark.parametrize("block_size", [None, 10])
+def test_a_frozen_head_of_codes_gives_the_gradient_of_its_float_values(block_size):
+    hidden, head, targets = inputs(37)
+    codes = np.clip(np.round(2 * head), -1, 1).astype(np.int8)
+
+    def gradient(head):
+        def loss(hidden):
+            return cross_entropy(hidden, head, targets, block_size=block_size).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(hidden)
+
+    for got, expected in zip(
+        gradient(codes), gradient(codes.astype(np.float32)), strict=True
+    ):
+        assert np.array_equal(got, expected)

@@ -1,0 +1,176 @@
+"""Runs that train adapters: what a checkpoint holds, resume to the bit, the base."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from bitmamba.io.load import load_params, load_trainable
+from bitmamba.io.runs import load_run
+from bitmamba.models import variables
+from bitmamba.paths import flatten
+from bitmamba.train import loop
+from bitmamba.train.build import run_model
+from bitmamba.train.start import read_config, read_data
+from configs import lora, sft
+
+STEPS = 4
+
+
+def settings(workdir, get_config, **changes):
+    """The bundled data, a model of two tiny layers."""
+    config = get_config("tiny")
+    config.workdir = str(workdir)
+    small = {
+        "model.layers": "M-",
+        "model.d_model": 32,
+        "model.mamba2.headdim": 16,
+        "model.mamba2.d_state": 8,
+        "model.mlp.d_ff": 32,
+        "data.window": 64,
+        "train.batch_size": 2,
+        "train.steps": STEPS,
+        "eval.max_windows": 2,
+        "eval.every": STEPS,
+        "eval.prompts": (),
+        "checkpoint.every": 2,
+        "checkpoint.init_from": None,
+    }
+    for path, value in (small | changes).items():
+        *groups, name = path.split(".")
+        part = config
+        for group in groups:
+            part = part[group]
+        part[name] = value
+    return read_config(config)
+
+
+def run(config, data=None):
+    return loop.run(config, data or read_data(config))()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A full run of one step: the base that adapters are trained on."""
+    workdir = tmp_path_factory.mktemp("base") / "run"
+    assert run(settings(workdir, sft.get_config, **{"train.steps": 1})) == 0
+    return workdir
+
+
+def adapters(workdir, base, **changes):
+    changes = {
+        "checkpoint.init_from": str(base),
+        "lora.rank": 2,
+        "lora.dropout": 0.1,
+        "lora.train": (".*/A_log",),
+        "loss.tmkl": 0.1,
+    } | changes
+    return settings(workdir, lora.get_config, **changes)
+
+
+@pytest.fixture(scope="module")
+def unbroken(base, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("lora") / "run"
+    assert run(adapters(workdir, base)) == 0
+    return workdir
+
+
+def test_a_checkpoint_holds_what_trained_alone_and_names_its_base(unbroken, base):
+    own, meta = load_trainable(unbroken)
+
+    found = flatten(own)
+    assert sorted({path.rpartition("/")[2] for path in found}) == ["A_log", "a", "b"]
+    assert "layer_0/mixer/in_proj/a" in found
+    folders = [p.name for p in (unbroken / "checkpoints").iterdir()]
+    assert sorted(folders) == ["2", "4"]
+    assert meta["frozen"]["folder"] is None
+    assert meta["frozen"]["source"] == str(base)
+    size = sum(f.stat().st_size for f in unbroken.rglob("checkpoints/4/**/*"))
+    whole = sum(leaf.nbytes for leaf in flatten(load_params(base)[0]).values())
+    assert size < whole / 2
+
+
+def test_a_run_is_the_base_and_its_adapters_together(unbroken, base):
+    tree, config = load_run(unbroken)
+
+    before = flatten(load_params(base)[0])
+    for path, leaf in flatten(tree).items():
+        if path in before and not path.endswith("A_log"):
+            assert np.array_equal(leaf, before[path]), path
+    assert np.any(flatten(tree)["layer_0/mixer/in_proj/b"])
+    tokens = np.arange(8, dtype=np.int32)[None]
+    model = run_model(read_config(config))
+    logits = jax.jit(lambda t: model.apply(variables(model, t), tokens))(tree)
+    plain = model.clone(adapters=())
+    base_logits = plain.apply(variables(plain, load_params(base)[0]), tokens)
+    assert np.abs(logits - base_logits).max() > 1e-4
+
+
+def test_a_stop_and_the_rest_are_bit_equal_to_all_at_once(unbroken, base, tmp_path):
+    config = adapters(tmp_path / "run", base)
+    data = read_data(config)
+    batches = data.batches
+
+    def stopped_in_step_three(start):
+        for number, batch in enumerate(batches(start), start + 1):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    object.__setattr__(data, "batches", stopped_in_step_three)
+    assert run(config, data) == 143
+
+    assert run(config) == 0
+
+    (_, meta), (_, expected) = (
+        load_trainable(tmp_path / "run"),
+        load_trainable(unbroken),
+    )
+    assert meta["step"] == expected["step"] == STEPS
+    assert meta["digests"] == expected["digests"]
+
+
+def test_adapters_are_refused_by_another_base(unbroken, base, tmp_path):
+    moved, changed = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(unbroken, moved)
+    other = settings(changed, sft.get_config, **{"train.steps": 1, "seed": 1})
+    assert run(other) == 0
+    kept = base.with_name("kept")
+    base.rename(kept)
+    try:
+        changed.rename(base)
+        with pytest.raises(ValueError, match=r"is not that of the base") as resumed:
+            run(adapters(moved, base, **{"train.steps": STEPS}))
+        with pytest.raises(ValueError, match=r"belong to another base") as loaded:
+            load_run(moved)
+    finally:
+        shutil.rmtree(base)
+        kept.rename(base)
+
+    assert str(base) in str(resumed.value)
+    assert "--base" in str(loaded.value)
+    tree, _ = load_run(moved, base=str(base))
+    assert "layer_0/mixer/in_proj/kernel" in flatten(tree)
+
+
+def test_adapters_alone_are_no_start_of_another_run(unbroken, tmp_path):
+    config = settings(
+        tmp_path / "run", sft.get_config, **{"checkpoint.init_from": str(unbroken)}
+    )
+
+    with pytest.raises(ValueError, match="holds adapters alone"):
+        run(config)
+
+
+def test_the_base_is_kept_beside_adapters_that_began_from_a_seed(tmp_path):
+    changes = {"train.steps": 1, "checkpoint.init_from": None, "loss.tmkl": 0.0}
+    assert run(adapters(tmp_path / "run", None, **changes)) == 0
+
+    tree, _ = load_run(tmp_path / "run")
+
+    assert "embed/embedding" in flatten(tree)
+    assert any(p.name.startswith("frozen-") for p in Path(tmp_path).rglob("frozen-*"))
