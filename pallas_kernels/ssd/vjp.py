@@ -37,37 +37,29 @@ def _ssd_bwd(chunk_size, saved, cotangents):
     dy, dfinal = cotangents
     wide, size = states.dtype, _size(x, B, chunk_size)
     A_wide, D_wide = _wide(A, wide), _wide(D, wide)
+    inputs = [_pad(t, size) for t in (dy, x, dt, B, C)]
 
     def one(carry, chunk):
-        dstate, sums = carry
-        state, dy_c, x_c, dt_c, B_c, C_c, run_c = chunk
+        dstate, sums, grads = carry
+        index, state, run_c = chunk
         masks = make_masks(*(run_c or (None, None)), size)
-        wides = [t.astype(wide) for t in (dy_c, x_c, dt_c)]
-        dstate, (dx, ddt, dB, dC), new = chunk_backward(
-            dstate,
-            state,
-            *wides,
-            A_wide,
-            B_c.astype(wide),
-            C_c.astype(wide),
-            D_wide,
-            masks,
+        dy_c, x_c, dt_c, *maps = (_chunk(t, index, size).astype(wide) for t in inputs)
+        dstate, new_grads, new = chunk_backward(
+            dstate, state, dy_c, x_c, dt_c, A_wide, *maps, D_wide, masks
         )
-        sums = jax.tree.map(jnp.add, sums, new)
-        out = (dx.astype(x.dtype), ddt, dB.astype(B.dtype), dC.astype(C.dtype))
-        return (dstate, sums), out
+        pairs = zip(grads, new_grads, strict=True)
+        grads = tuple(_put(whole, part, index) for whole, part in pairs)
+        return (dstate, jax.tree.map(jnp.add, sums, new), grads), None
 
     zeros = (jnp.zeros_like(A_wide), None if D is None else jnp.zeros_like(D_wide))
-    chunks = (states, *(_split(t, size) for t in (dy, x, dt, B, C)), _runs(run, size))
-    carry = (dfinal.astype(wide), zeros)
-    (dstate, (dA, dD)), grads = lax.scan(one, carry, chunks, reverse=True)
-    length = x.shape[1]
-    dx, ddt, dB, dC = (_join(t, length) for t in grads)
+    grads = tuple(jnp.zeros_like(t) for t in inputs[1:])
+    carry = (dfinal.astype(wide), zeros, grads)
+    chunks = (jnp.arange(len(states)), states, _runs(run, size))
+    (dstate, (dA, dD), grads), _ = lax.scan(one, carry, chunks, reverse=True)
+    dx, ddt, dB, dC = (t[:, : x.shape[1]] for t in grads)
     dD = None if D is None else dD.astype(D.dtype)
-    return (
-        dx, ddt.astype(dt.dtype), dA.astype(A.dtype), dB, dC, dD, None,
-        dstate.astype(initial_state.dtype),
-    )  # fmt: skip
+    dstate = dstate.astype(initial_state.dtype)
+    return dx, ddt, dA.astype(A.dtype), dB, dC, dD, None, dstate
 
 
 ssd_chunked.defvjp(_ssd_fwd, _ssd_bwd)
@@ -79,16 +71,20 @@ def _forward(x, dt, A, B, C, D, run, initial_state, chunk_size, *, keep_states):
     size = _size(x, B, chunk_size)
     A_wide, D_wide = _wide(A, wide), _wide(D, wide)
 
-    def one(state, chunk):
-        x_c, dt_c, B_c, C_c, run_c = chunk
-        masks = make_masks(*(run_c or (None, None)), size)
-        x_c, dt_c, B_c, C_c = (t.astype(wide) for t in (x_c, dt_c, B_c, C_c))
-        after, y = chunk_forward(state, x_c, dt_c, A_wide, B_c, C_c, D_wide, masks)
-        return after, (y.astype(x.dtype), state if keep_states else None)
+    inputs = [_pad(t, size) for t in (x, dt, B, C)]
 
-    chunks = (*(_split(t, size) for t in (x, dt, B, C)), _runs(run, size))
-    final_state, (y, states) = lax.scan(one, initial_state.astype(wide), chunks)
-    return _join(y, x.shape[1]), final_state, states
+    def one(carry, chunk):
+        state, y = carry
+        index, run_c = chunk
+        masks = make_masks(*(run_c or (None, None)), size)
+        x_c, dt_c, B_c, C_c = (_chunk(t, index, size).astype(wide) for t in inputs)
+        after, y_c = chunk_forward(state, x_c, dt_c, A_wide, B_c, C_c, D_wide, masks)
+        return (after, _put(y, y_c, index)), state if keep_states else None
+
+    start = (initial_state.astype(wide), jnp.zeros_like(inputs[0]))
+    chunks = (jnp.arange(inputs[0].shape[1] // size), _runs(run, size))
+    (final_state, y), states = lax.scan(one, start, chunks)
+    return y[:, : x.shape[1]], final_state, states
 
 
 def _size(x, B, chunk_size):
@@ -102,28 +98,35 @@ def _wide(t, wide):
     return None if t is None else t.astype(wide)
 
 
-def _split(t, size, *, mode="constant"):
-    """(B, L, ...) -> (chunks, B, size, ...); the last chunk is padded.
+def _pad(t, size, *, mode="constant"):
+    """Pad (B, L, ...) to whole chunks.
 
     Padding has dt = 0, hence decay 1 and no input: the state passes exactly.
     """
     padding = -t.shape[1] % size
-    if padding:
-        widths = [(0, 0)] * t.ndim
-        widths[1] = (0, padding)
-        t = jnp.pad(t, widths, mode=mode)
-    return t.reshape(t.shape[0], -1, size, *t.shape[2:]).swapaxes(0, 1)
+    if not padding:
+        return t
+    widths = [(0, 0)] * t.ndim
+    widths[1] = (0, padding)
+    return jnp.pad(t, widths, mode=mode)
 
 
-def _join(t, length):
-    """(chunks, B, size, ...) -> (B, length, ...)."""
-    t = t.swapaxes(0, 1)
-    return t.reshape(t.shape[0], -1, *t.shape[3:])[:, :length]
+def _chunk(t, index, size):
+    """Chunk `index` of (B, L, ...), read where it lies: no copy of the whole array."""
+    return lax.dynamic_slice_in_dim(t, index * size, size, axis=1)
+
+
+def _put(whole, part, index):
+    """(B, L, ...) with chunk `index` replaced; in place, as the scan's carry."""
+    start = index * part.shape[1]
+    return lax.dynamic_update_slice_in_dim(
+        whole, part.astype(whole.dtype), start, axis=1
+    )
 
 
 def _runs(run, size):
     """Run numbers by chunk, and the run before each chunk; padding joins the last."""
     if run is None:
         return None
-    runs = _split(run, size, mode="edge")
+    runs = _pad(run, size, mode="edge").reshape(run.shape[0], -1, size).swapaxes(0, 1)
     return runs, jnp.concatenate([runs[:1, :, 0], runs[:-1, :, -1]])
