@@ -131,6 +131,9 @@ def show_float(rows: Sequence[Any], console: Console) -> None:
 
 def show_codes(rows: Sequence[Any], console: Console) -> None:
     """A row for each ternary weight, and the codes of all together."""
+    if not rows:
+        console.print("no ternary weight had adapters; the others were merged exactly")
+        return
     columns = ("ternary weight", "|delta|/|W|", "codes changed", "scale", "lost")
     table = make_table(*columns)
     for row in rows:

@@ -109,8 +109,8 @@ def merge_ternary(
         (latent parameters without adapters, a row for each ternary weight).
 
     Raises:
-        ValueError: a state offset; no ternary weight is adapted; or no code changes
-            at all, so that the result would be the base under another name.
+        ValueError: a state offset; or ternary weights are adapted and no code changes
+            at all, so that they would be those of the base under another name.
     """
     _check_mergeable(tree)
     flat = paths.flatten(tree)
@@ -229,9 +229,9 @@ def _check_mergeable(tree: Params) -> None:
 
 
 def _check_changed(rows: Sequence[CodeChange]) -> None:
-    total = sum(row.n_weights for row in rows)
-    if not any(row.n_changed for row in rows):
-        largest = max((row.relative for row in rows), default=0.0)
+    if rows and not any(row.n_changed for row in rows):
+        total = sum(row.n_weights for row in rows)
+        largest = max(row.relative for row in rows)
         raise ValueError(
             f"merge into ternary weights: 0 of {total:,} codes change (the largest "
             f"‖Δ‖/‖W‖ is {largest:.2g}): the result would be the base; expected a "

@@ -1,4 +1,4 @@
-"""PEFT folders: the published layout by hand, exact round trips, and every refusal."""
+"""PEFT folders: the published layout, and exact round trips."""
 
 import json
 import math
@@ -65,18 +65,6 @@ def write(folder, specs, flat=None, *, sites=SITES, rslora=False):
 
 def settings_of(folder):
     return json.loads((folder / "adapter_config.json").read_text())
-
-
-def change(folder, **settings):
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(settings_of(folder) | settings))
-
-
-def rename(folder, old, new):
-    """Rename tensors by a part of their names."""
-    file = folder / "adapter_model.safetensors"
-    tensors = {k.replace(old, new): v for k, v in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def assert_same(got, expected):
@@ -224,109 +212,6 @@ def test_a_leaf_that_peft_has_no_form_for_is_refused(tmp_path):
             write(tmp_path, specs, flat)
     with pytest.raises(ValueError, match="got no adapter"):
         write(tmp_path, [])
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A whole folder of two adapters, to be spoilt."""
-    write(tmp_path, [whole(SITES[1]), whole(SITES[3])])
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("base_model.model.", "base_model.", "prefix"),
-        ("base_model.model.", "base_model.model.base_model.model.", "prefix.*once"),
-        ("lora_A.weight", "lora_A.default.weight", "unknown kind of tensor"),
-        ("lora_B.weight", "base_layer.weight", "save_embedding_layers=False"),
-        ("layers.1.mixer", "layers.2.mixer", r"layers\.2.*nearest: .*layers\.1"),
-        ("in_proj", "gate_proj", "no module .*gate_proj.*nearest"),
-        ("lora_B.weight", "lora_embedding_B", "expected lora_A.weight, lora_B.weight"),
-    ],
-)
-def test_a_tensor_that_we_would_not_use_is_refused(folder, old, new, message):
-    """B088: a wrong prefix or name must not load as nothing."""
-    rename(folder, old, new)
-
-    with pytest.raises(ValueError, match=message):
-        read_peft(folder, sites=SITES)
-
-
-def test_a_target_without_tensors_is_refused(folder):
-    """B087: a wrong name beside right ones."""
-    change(folder, target_modules=["in_proj", "gate_proj"])
-
-    with pytest.raises(ValueError, match=r"'gate_proj' has no tensor.*in_proj"):
-        read_peft(folder, sites=SITES)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"peft_type": "LOHA"}, "peft_type: got 'LOHA'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "all"}, "bias"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
-        ({"r": 5}, "rank 4; expected 5"),
-        ({"rank_pattern": {"layers.1.mixer.in_proj": 3}}, "rank 4; expected 3"),
-        ({"lora_alpha": None}, "lora_alpha"),
-        ({"use_dora": True}, "expected .*lora_magnitude_vector"),
-    ],
-)
-def test_a_setting_that_changes_the_tensors_meaning_is_refused(
-    folder, settings, message
-):
-    change(folder, **settings)
-
-    with pytest.raises(ValueError, match=message):
-        read_peft(folder, sites=SITES)
-
-
-def test_patterns_are_those_of_peft(folder):
-    change(folder, alpha_pattern={"layers.1.mixer.in_proj": 3.0, "proj": 100})
-
-    got = read_peft(folder, sites=SITES)
-
-    assert [spec.scale for spec in got.specs] == [2.0, 0.75]
-
-
-def test_shapes_must_be_those_of_the_model(folder):
-    wider = [s._replace(shape=(D + 1, F)) for s in SITES]
-
-    with pytest.raises(ValueError, match=r"\(4, 8\).*9 inputs and 14 outputs"):
-        read_peft(folder, sites=wider)
-
-
-def test_a_pickle_is_not_read(folder):
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-
-    with pytest.raises(ValueError, match=r"adapter_model\.bin is a pickle"):
-        read_peft(folder, sites=SITES)
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_damaged_or_missing_file_is_told_in_one_line(folder, name):
-    file = folder / name
-    file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="expected") as damaged:
-        read_peft(folder, sites=SITES)
-    file.unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
-        read_peft(folder, sites=SITES)
-
-    assert "\n" not in str(damaged.value)
-
-
-def test_numbers_that_are_not_finite_are_refused(folder):
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    tensors[f"{IN.format(0)}.lora_B.weight"][0, 0] = np.nan
-    save_file(tensors, file, metadata={"format": "pt"})
-
-    with pytest.raises(ValueError, match=r"layers\.0.*NaN"):
-        read_peft(folder, sites=SITES)
 
 
 def test_values_outside_the_slices_are_not_dropped(tmp_path):

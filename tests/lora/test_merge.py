@@ -190,6 +190,23 @@ def test_a_change_too_small_for_any_code_is_not_called_a_merge():
         ternary(tree, specs)
 
 
+def test_adapters_beside_float_weights_alone_merge_into_a_ternary_model():
+    specs = [spec()]
+    tree = make_tree(specs, size=1e-3)
+
+    merged, rows = merge_ternary(
+        tree,
+        specs,
+        is_ternary=lambda path: False,
+        ternarise=ternarise,
+        latent=latent_from_codes,
+    )
+
+    assert rows == []
+    expected = merged64(tree, specs)
+    np.testing.assert_allclose(flatten(merged)[KERNEL], expected, rtol=0, atol=3e-6)
+
+
 def test_a_state_offset_is_refused():
     specs = [spec()]
     flat = flatten(make_tree(specs))
