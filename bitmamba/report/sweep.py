@@ -111,7 +111,26 @@ def findings(results: Sequence[ArmResult]) -> list[str]:
     """What decided: sentences on the learning rate and on decay, if arms show it."""
     if any(result.stopped is not None for result in results):
         return []
-    return [s for s in (_lr_sentence(results), _decay_sentence(results)) if s]
+    sentences = (
+        _lr_sentence(results),
+        _decay_sentence(results),
+        _edge_sentence(results),
+    )
+    return [s for s in sentences if s]
+
+
+def _edge_sentence(results: Sequence[ArmResult]) -> str:
+    best, lrs = best_arm(results), sorted({r.lr for r in results})
+    if best is None or len(lrs) == 1:
+        return ""
+    lr = results[best].lr
+    if lr == lrs[0]:
+        return f"The best learning rate, {lr:g}, is the lowest listed: try lower ones."
+    if lr == lrs[-1]:
+        return (
+            f"The best learning rate, {lr:g}, is the highest listed: try higher ones."
+        )
+    return ""
 
 
 def _lr_sentence(results: Sequence[ArmResult]) -> str:

@@ -11,10 +11,13 @@ LOOK_STEPS = 10
 class Limits(NamedTuple):
     """factor: of the start, above which a loss is too high. looks: so many in a row.
 
+    A fine-tuned model should end below its start. Adam's bounded steps rarely give
+    infinite losses: a model that is lost may stay near the loss of chance, which for a
+    small base is not far above the start; hence a factor of little more than 1.
     max_bad_steps: updates in a row skipped because numbers were not finite.
     """
 
-    factor: float = 1.5
+    factor: float = 1.2
     looks: int = 2
     max_bad_steps: int = 3
 

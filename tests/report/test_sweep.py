@@ -84,7 +84,7 @@ def test_an_arm_that_stopped_early_has_empty_cells_and_many_steps_are_thinned():
 
 
 def test_arms_that_differ_only_in_decay_and_agree_clear_it():
-    cause, decay = findings(PUBLISHED)
+    cause, decay, edge = findings(PUBLISHED)
 
     assert cause == (
         "The learning rate is the cause: every arm up to 1e-06 is stable, every arm "
@@ -93,6 +93,9 @@ def test_arms_that_differ_only_in_decay_and_agree_clear_it():
     assert decay.startswith("Decay is not the cause: ")
     assert "within 0.01% of each other (rule: same verdict" in decay
     assert findings(PUBLISHED[:2])[0].startswith("Decay makes no difference")
+    assert edge == (
+        "The best learning rate, 1e-06, is the lowest listed: try lower ones."
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +104,20 @@ def test_arms_that_differ_only_in_decay_and_agree_clear_it():
     ids=["verdict", "loss"],
 )
 def test_decay_matters_where_verdict_or_loss_differ(other):
-    (*_, sentence) = findings([*PUBLISHED, other])
+    sentences = findings([*PUBLISHED, other])
 
+    (sentence,) = (s for s in sentences if "ecay" in s)
     assert sentence.startswith(f"Decay matters at lr {other.lr:g}: ")
+
+
+def test_a_best_rate_inside_the_list_is_not_at_its_edge():
+    inside = [arm(lr, 0.0, [1.0, loss]) for lr, loss in ((1, 0.9), (2, 0.5), (3, 0.9))]
+    upper = [arm(lr, 0.0, [1.0, loss]) for lr, loss in ((1, 0.9), (2, 0.5))]
+
+    assert findings(inside) == []
+    assert findings(upper) == [
+        "The best learning rate, 2, is the highest listed: try higher ones."
+    ]
 
 
 def test_nothing_is_concluded_from_one_decay_or_unfinished_arms():

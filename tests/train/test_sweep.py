@@ -13,6 +13,7 @@ from bitmamba.config import (
     DataConfig,
     EvalConfig,
     LoraConfig,
+    LoraRule,
     MLPConfig,
     ModelConfig,
     OptimConfig,
@@ -320,6 +321,11 @@ def test_lists_that_change_nothing_are_mistakes():
     no_decay = make_arms(dataclasses.replace(config, optim=flat), wd=["0", "0.1"])
     with pytest.raises(ValueError, match="--wd: got decays that change nothing"):
         sweep._groups(no_decay, Data(), "in_turn")
+
+    rules = LoraConfig(rank=2, alpha=4.0, rules=(LoraRule(pattern=".*", rank=2),))
+    same = make_arms(dataclasses.replace(config, lora=rules), rank=["2", "3"])
+    with pytest.raises(ValueError, match="--rank: got ranks that change nothing"):
+        sweep._groups(same, Data(), "in_turn")
 
 
 def test_without_held_out_data_there_is_nothing_to_compare_arms_on(tmp_path):
