@@ -44,7 +44,7 @@ def make_config(layers, rules=(Rule(pattern=".*"),), **model):
 
 
 def test_the_estimate_is_near_the_whole_step(monkeypatch):
-    # Largest error found on models of 10 to 12 layers: README.md, "Memory of the step".
+    # Errors found on models of 10 layers: bitmamba/README.md, "Decisions".
     monkeypatch.setattr(memory, "WHOLE_LAYERS", 3)
     config = make_config(("mlp", "attention", "mlp", "attention", "mlp"))
     parts = build.build_parts(config, Categories)
