@@ -21,11 +21,17 @@ DONE, FAILED, MISTAKE, BAD_NUMBERS, STOPPED = 0, 1, 2, 3, 143
 def run(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
     """Parse the flags, call main(), exit with the code it returns (None is 0).
 
+    --help shows the command's docstring and its flags instead.
     main may return a function to be called last instead: what cannot be the user's
     mistake any more, so that its errors keep their tracebacks.
     """
+    argv = list(sys.argv if argv is None else argv)
+    if {"--help", "-h"} & set(argv[1:]):
+        print(sys.modules["__main__"].__doc__)
+        print(flags.FLAGS.main_module_help())
+        sys.exit(DONE)
     with one_line_mistakes():
-        parse_flags(list(sys.argv if argv is None else argv))
+        parse_flags(argv)
         code = main()
     if callable(code):
         code = code()

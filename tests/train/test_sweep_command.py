@@ -35,3 +35,18 @@ def test_a_mistake_is_one_sentence(args, message):
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith(message)
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_states_when_an_arm_has_diverged():
+    done = subprocess.run(
+        [sys.executable, "scripts/sweep.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "An arm has diverged when its loss or gradient was not finite" in done.stdout
+    assert "--factor: A loss above factor x its start is high." in done.stdout
