@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import jax
@@ -261,6 +263,27 @@ def test_only_diverged_arms_is_bad_numbers_and_ends_early(tmp_path):
     assert found["command"] is None
     assert found["done"] < STEPS
     assert data.read < STEPS
+
+
+class Interrupted(Data):
+    """A signal arrives with the second batch."""
+
+    def batches(self, start_step):
+        for number, batch in enumerate(super().batches(start_step), start=1):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+
+def test_a_signal_ends_the_sweep_and_keeps_what_was_found(tmp_path):
+    code, found = run_sweep(tmp_path, make_config(), Interrupted(), lr=["1e-3", "1e-2"])
+
+    assert code == 143
+    assert found["done"] == 2
+    verdict = "not finished: told to stop at step 2"
+    assert [arm["verdict"] for arm in found["arms"]] == [verdict] * 2
+    assert [row["step"] for row in found["arms"][0]["evaluations"]] == [0, 2]
+    assert found["findings"] == []
 
 
 @pytest.mark.parametrize(
