@@ -35,6 +35,11 @@ class ArmResult:
         return self.diverged is None and self.stopped is None
 
     @property
+    def ends_above(self) -> bool:
+        """Whether it learnt nothing: its last held-out loss is not below its first."""
+        return not self.last_loss <= self.evaluations[0]["eval/loss"]
+
+    @property
     def last_loss(self) -> float:
         """Held-out loss of its last evaluation."""
         return self.evaluations[-1]["eval/loss"]
@@ -61,7 +66,7 @@ def _verdict(result: ArmResult) -> str:
         return f"diverged at step {step}: {cause}"
     if result.stopped is not None:
         return f"not finished: told to stop at step {result.stopped}"
-    if result.last_loss > result.evaluations[0]["eval/loss"]:
+    if result.ends_above:
         return "stable, but ends above its start"
     return "stable"
 
@@ -69,7 +74,7 @@ def _verdict(result: ArmResult) -> str:
 def table(results: Sequence[ArmResult]) -> list[str]:
     """Lines of a table that is read as it is, and by Markdown: a row for each arm.
 
-    Held-out losses at up to MOST_COLUMNS evaluations, retention at the last one.
+    Held-out losses at up to MOST_COLUMNS evaluations, retention at the last of them.
     """
     steps = _chosen({row["step"] for r in results for row in r.evaluations})
     with_rank = any(r.rank is not None for r in results)
@@ -78,7 +83,8 @@ def table(results: Sequence[ArmResult]) -> list[str]:
     rows = [head]
     for result, verdict in zip(results, verdicts(results), strict=True):
         losses = {row["step"]: row["eval/loss"] for row in result.evaluations}
-        retention = result.evaluations[-1].get("retention/loss")
+        last = result.evaluations[-1]
+        retention = last.get("retention/loss") if last["step"] == steps[-1] else None
         rows.append(
             [
                 f"{result.lr:g}",
@@ -145,31 +151,44 @@ def _lr_sentence(results: Sequence[ArmResult]) -> str:
 
 
 def _decay_sentence(results: Sequence[ArmResult]) -> str:
-    """Arms that differ only in decay agree if their verdicts do, and stable losses."""
+    """Arms that differ only in decay agree if their verdicts do, and good losses.
+
+    The loss of an arm that diverged, or ends above its start, is noise.
+    """
     groups: dict[tuple, list[ArmResult]] = {}
     for result in results:
         groups.setdefault((result.rank, result.lr), []).append(result)
     several = [group for group in groups.values() if len(group) > 1]
     if not several:
         return ""
-    gaps = {g[0].lr: _gap(g) for g in several if all(r.is_stable for r in g)}
-    mixed = [g for g in several if len({r.is_stable for r in g}) > 1]
-    far = [lr for lr, gap in gaps.items() if gap > AGREE]
-    if mixed or far:
-        where = sorted({g[0].lr for g in mixed} | set(far))
+    rule = f"same verdict, and last losses below the start within {AGREE:.0%}"
+    gaps = {i: _gap(g) for i, g in enumerate(several) if all(map(_is_good, g))}
+    mixed = {i for i, g in enumerate(several) if len({_kind(r) for r in g}) > 1}
+    unlike = mixed | {i for i, gap in gaps.items() if gap > AGREE}
+    if unlike:
+        where = ", ".join(
+            f"{lr:g}" for lr in sorted({several[i][0].lr for i in unlike})
+        )
         return (
-            f"Decay matters at lr {', '.join(f'{lr:g}' for lr in where)}: arms that "
-            f"differ only in decay differ in verdict, or by more than {AGREE:.0%} in "
-            "their last loss."
+            f"Decay matters at lr {where}: arms that differ only in decay do not agree "
+            f"(rule: {rule})."
         )
     some_diverged = any(not r.is_stable for g in several for r in g)
     said = "Decay is not the cause" if some_diverged else "Decay makes no difference"
-    close = f"; stable ones end within {max(gaps.values()):.2%} of each other"
+    close = f", and losses within {max(gaps.values()):.2%}" if gaps else ""
     return (
-        f"{said}: arms that differ only in decay have the same verdict"
-        f"{close if gaps else ''} (rule: same verdict, and last losses of stable arms "
-        f"within {AGREE:.0%})."
+        f"{said}: arms that differ only in decay have the same verdict{close} "
+        f"(rule: {rule})."
     )
+
+
+def _is_good(result: ArmResult) -> bool:
+    return result.is_stable and not result.ends_above
+
+
+def _kind(result: ArmResult) -> tuple[bool, bool]:
+    """The verdict without its figures."""
+    return result.is_stable, result.is_stable and result.ends_above
 
 
 def _gap(group: Sequence[ArmResult]) -> float:

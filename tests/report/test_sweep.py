@@ -80,7 +80,8 @@ def test_an_arm_that_stopped_early_has_empty_cells_and_many_steps_are_thinned():
         *("lr", "decay", "rank", "step 0", "step 40", "step 80", "step 110"),
         *("step 150", "step 190", "retention", "verdict"),
     ]
-    assert [c.strip() for c in lines[3].split("|")[4:10]] == ["1.0000", *"-----"]
+    assert [c.strip() for c in lines[3].split("|")[4:11]] == ["1.0000", *"------"]
+    assert lines[2].split("|")[10].strip() == "21.0000"
 
 
 def test_arms_that_differ_only_in_decay_and_agree_clear_it():
@@ -91,7 +92,10 @@ def test_arms_that_differ_only_in_decay_and_agree_clear_it():
         "from 1e-05 on diverged."
     )
     assert decay.startswith("Decay is not the cause: ")
-    assert "within 0.01% of each other (rule: same verdict" in decay
+    assert decay.endswith(
+        "have the same verdict, and losses within 0.01% (rule: same verdict, and last "
+        "losses below the start within 5%)."
+    )
     assert findings(PUBLISHED[:2])[0].startswith("Decay makes no difference")
     assert edge == (
         "The best learning rate, 1e-06, is the lowest listed: try lower ones."
@@ -108,6 +112,12 @@ def test_decay_matters_where_verdict_or_loss_differ(other):
 
     (sentence,) = (s for s in sentences if "ecay" in s)
     assert sentence.startswith(f"Decay matters at lr {other.lr:g}: ")
+
+
+def test_losses_of_arms_that_learnt_nothing_are_not_compared():
+    lost = [arm(1e-5, w, [1.65, end]) for w, end in ((0.0, 1.7), (0.01, 1.9))]
+
+    assert findings(lost)[0].startswith("Decay makes no difference: ")
 
 
 def test_a_best_rate_inside_the_list_is_not_at_its_edge():
