@@ -18,7 +18,7 @@ class ArmResult:
 
     rank: None without adapters. training: (step, loss) of each step.
     evaluations: {"step": …, "eval/loss": …, "retention/loss": …} each.
-    diverged: (step, cause) or None. stopped: after which step a signal came, or None.
+    diverged: (step, cause) or None. stopped: its last step if that is not the sweep's.
     """
 
     lr: float
@@ -65,7 +65,7 @@ def _verdict(result: ArmResult) -> str:
         step, cause = result.diverged
         return f"diverged at step {step}: {cause}"
     if result.stopped is not None:
-        return f"not finished: told to stop at step {result.stopped}"
+        return f"not finished: at step {result.stopped}"
     if result.ends_above:
         return "stable, but ends above its start"
     return "stable"

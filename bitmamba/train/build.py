@@ -121,7 +121,7 @@ def run_model(config: Config) -> LM:
 
 
 def hold(config: Config, trainable: Params, frozen: Params) -> Frozen:
-    """What the step gets as frozen: weights in the form that a step needs.
+    """What the step gets as frozen: weights as a step needs them, and the rates.
 
     Where the loss compares with the start, first values of `trainable` are copied.
     """

@@ -53,7 +53,7 @@ def test_every_arm_has_a_verdict_and_the_best_ends_lowest():
         f"diverged at step 20: {BAD[1]}",
         f"diverged at step 20: {BAD[1]}",
         "stable, but ends above its start",
-        "not finished: told to stop at step 7",
+        "not finished: at step 7",
     ]
     assert best_arm(PUBLISHED[2:]) is None
 

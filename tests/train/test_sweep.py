@@ -280,7 +280,7 @@ def test_a_signal_ends_the_sweep_and_keeps_what_was_found(tmp_path):
 
     assert code == 143
     assert found["done"] == 2
-    verdict = "not finished: told to stop at step 2"
+    verdict = "not finished: at step 2"
     assert [arm["verdict"] for arm in found["arms"]] == [verdict] * 2
     assert [row["step"] for row in found["arms"][0]["evaluations"]] == [0, 2]
     assert found["findings"] == []
