@@ -37,8 +37,9 @@ def cross_entropy(
 
     Numerics: products accumulate in float32 (float64 for float64 input); running
         maximum and sum, so any finite logits give a finite value.
-    Gradient: to hidden and head, of their dtypes; each block's logits are formed
-        again, so the peak is one block, (T, block_size), besides the gradients.
+    Gradient: to hidden and head, of their dtypes. The logits of a single block are
+        kept; of several blocks each is formed again, so that the peak is one block,
+        (T, block_size), besides the gradients.
     """
     if hidden.shape[-1] != head.shape[0] or hidden.shape[:-1] != targets.shape:
         raise ValueError(
@@ -51,9 +52,46 @@ def cross_entropy(
         block_size = max(1, MAX_BLOCK_LOGITS // max(1, flat.shape[0]))
     if block_size < 1:
         raise ValueError(f"cross_entropy: got block_size {block_size}; expected >= 1")
-    block_size = min(block_size, vocab_size)
-    nll = _nll(flat, head, targets.reshape(-1), block_size)
+    if block_size >= vocab_size:
+        nll = _nll_whole(flat, head, targets.reshape(-1))
+    else:
+        nll = _nll(flat, head, targets.reshape(-1), block_size)
     return nll.reshape(targets.shape)
+
+
+@jax.custom_vjp
+def _nll_whole(hidden, head, targets):
+    """All logits are one block: they are kept for the backward pass."""
+    return _nll_whole_forward(hidden, head, targets)[0]
+
+
+def _nll_whole_forward(hidden, head, targets):
+    dtype = _accumulator(hidden.dtype)
+    columns = head.astype(hidden.dtype)
+    logits = jnp.dot(hidden, columns, preferred_element_type=dtype)
+    peak = logits.max(-1)
+    log_sum = peak + jnp.log(jnp.exp(logits - peak[:, None]).sum(-1))
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return log_sum - picked, (hidden, head, targets, log_sum, logits)
+
+
+def _nll_whole_backward(residuals, cotangent):
+    hidden, head, targets, log_sum, logits = residuals
+    dtype = _accumulator(hidden.dtype)
+    probability = jnp.exp(logits - log_sum[:, None])
+    is_target = targets[:, None] == jnp.arange(head.shape[1])
+    d_logits = (probability - is_target) * cotangent[:, None]
+    d_logits = d_logits.astype(hidden.dtype)
+    columns = head.astype(hidden.dtype)
+    d_hidden = jnp.dot(d_logits, columns.T, preferred_element_type=dtype)
+    d_hidden = d_hidden.astype(hidden.dtype)
+    if not jnp.issubdtype(head.dtype, jnp.floating):  # codes, which do not train
+        return d_hidden, None, None
+    d_head = jnp.dot(hidden.T, d_logits, preferred_element_type=dtype)
+    return d_hidden, d_head.astype(head.dtype), None
+
+
+_nll_whole.defvjp(_nll_whole_forward, _nll_whole_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

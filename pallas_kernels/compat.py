@@ -1,0 +1,18 @@
+"""The one place that knows JAX versions (0.10 to 0.12)."""
+
+import jax
+
+HAS_BARRIER = jax.__version_info__ >= (0, 11)
+
+
+def materialise(x: jax.Array) -> jax.Array:
+    """x, computed once into an array of its own, whatever reads it.
+
+    Several reads at different offsets within one fusion make XLA:CPU compute what they
+    read anew for each of them. JAX 0.10 drops an optimisation barrier before it fuses;
+    there a conditional stands for it, whose two branches XLA cannot tell to be the same.
+    """
+    if HAS_BARRIER:
+        return jax.lax.optimization_barrier(x)
+    first = x[(0,) * x.ndim]
+    return jax.lax.cond(first == first, lambda v: v, lambda v: v + 0.0, x)
