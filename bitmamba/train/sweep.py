@@ -121,8 +121,8 @@ def _show_memory(arms: Sequence[Arm], made: Sequence[tuple]) -> None:
     """
     peak, kept = 0, 0
     parts = made[0][1]
-    base = sweep_groups.tree_bytes(parts.held)
-    console.print(f"frozen base, held once: {units.size(base)}")
+    base = sweep_groups.tree_bytes(parts.held._replace(hyper=None))
+    console.print(f"frozen, held once: {units.size(base) if base else 'nothing'}")
     for numbers, parts, compiled in made:
         state = sweep_groups.tree_bytes(build.state_shape(parts))
         rank = arms[numbers[0]].rank
