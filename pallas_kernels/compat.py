@@ -10,7 +10,7 @@ def materialise(x: jax.Array) -> jax.Array:
 
     Several reads at different offsets within one fusion make XLA:CPU compute what they
     read anew for each of them. JAX 0.10 drops an optimisation barrier before it fuses;
-    there a conditional stands for it, whose two branches XLA cannot tell to be the same.
+    there a conditional stands for it, with branches that XLA cannot tell to be equal.
     """
     if HAS_BARRIER:
         return jax.lax.optimization_barrier(x)
