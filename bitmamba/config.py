@@ -154,11 +154,30 @@ class LossConfig:
     direction: "forward" KL(base || adapted) or "reverse" KL(adapted || base).
     pull: strength of the pull of what trains towards its start after each update,
         pull · (1 + tmkl of the batch); 0 is none. It needs no gradient through KL.
+    base_logits: where the base's logits come from. "copy": one more forward pass in
+        each step, of the frozen weights and a copy of the first values of what trains
+        beside adapters (in full training: of the whole model). "cached": the `top_k`
+        largest of each token of the plan, computed before step 1 and kept in the work
+        directory (8 · top_k bytes a token); no copy, no pass. KL is then among those
+        entries, renormalised: odds against all others are left free.
+    top_k: entries of the vocabulary kept for each token; the vocabulary's size is all.
     """
 
     tmkl: float = 0.0
     direction: str = "forward"
     pull: float = 0.0
+    base_logits: str = "copy"
+    top_k: int = 64
+
+    @property
+    def compares(self) -> bool:
+        """Whether steps compare the model with its base at all."""
+        return bool(self.tmkl or self.pull)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether steps read the base's logits with their batches."""
+        return self.compares and self.base_logits == "cached"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from bitmamba.config import (
     LAYER_SYMBOLS,
     Config,
     LoraConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
 )
@@ -27,7 +26,7 @@ def check(config: Config) -> None:
     _check_optim(config.optim)
     _check_train(config)
     _check_lora(config)
-    _check_loss(config.loss)
+    _check_loss(config)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -201,9 +200,17 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _check_loss(loss: LossConfig) -> None:
+def _check_loss(config: Config) -> None:
+    loss = config.loss
     _not_negative("config.loss.tmkl", loss.tmkl)
     _choice("config.loss.direction", loss.direction, ("forward", "reverse"))
+    _choice("config.loss.base_logits", loss.base_logits, ("copy", "cached"))
+    _at_least("config.loss.top_k", loss.top_k, 1)
+    if loss.is_cached and loss.top_k > config.model.vocab_size:
+        raise ValueError(
+            f"config.loss.top_k: got {loss.top_k}; expected at most "
+            f"{config.model.vocab_size} (model.vocab_size)"
+        )
     if not 0 <= loss.pull <= 1:
         raise ValueError(
             f"config.loss.pull: got {loss.pull:g}; expected 0 <= pull <= 1"

@@ -39,6 +39,22 @@ class Batch(NamedTuple):
     source_ids: Array
 
 
+class BatchWithBase(NamedTuple):
+    """A `Batch`, and the base's largest logits of each token: (B, L, K), (M, B, L, K).
+
+    base_ids: int32, distinct. base_logits: float32.
+    """
+
+    tokens: Array
+    targets: Array
+    loss_weights: Array
+    segment_ids: Array
+    positions: Array
+    source_ids: Array
+    base_ids: Array
+    base_logits: Array
+
+
 class Features(NamedTuple):
     """What the head sees: logits are `hidden @ head`, never formed by the model.
 

@@ -47,7 +47,7 @@ def make_arms(
 
     Raises:
         ValueError: nothing is listed; an empty list, a value that is no number, is
-            listed twice or cannot be; ranks without adapters.
+            listed twice or cannot be; ranks without adapters; cached base logits.
     """
     if lr is wd is rank is None:
         raise ValueError(
@@ -59,6 +59,11 @@ def make_arms(
             f"--rank: got {','.join(rank)} with train.mode={config.train.mode}, which "
             "has no adapters; expected train.mode=lora; use configs/lora.py, or leave "
             "--rank out"
+        )
+    if config.loss.is_cached:
+        raise ValueError(
+            "config.loss.base_logits: got cached in a sweep; expected copy, whose arms "
+            "share one base; set it to copy"
         )
     lrs = _numbers("lr", lr, float, config.optim.lr)
     decays = _numbers("wd", wd, float, config.optim.weight_decay)

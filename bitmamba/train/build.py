@@ -31,7 +31,7 @@ from bitmamba.train.evaluate import make_eval_step
 from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
 from bitmamba.train.state import TrainState, init_state
 from bitmamba.train.step import Pull, make_train_step
-from bitmamba.types import AdapterSite, Batch, Params
+from bitmamba.types import AdapterSite, Batch, BatchWithBase, Params
 
 HEAD = r"lm_head/.*"
 
@@ -128,7 +128,7 @@ def hold(config: Config, trainable: Params, frozen: Params) -> Frozen:
     start: Params = {}
     if config.loss.pull:
         start = jax.tree.map(jnp.copy, trainable)
-    elif config.loss.tmkl:
+    elif config.loss.tmkl and not config.loss.is_cached:
         own, _ = paths.split(trainable, lambda path: not is_adapter_leaf(path))
         start = jax.tree.map(jnp.copy, own)
     weights = freeze(frozen, config.model, codes=config.lora.codes)
@@ -159,14 +159,22 @@ def _pull(config: Config) -> Pull | None:
     return Pull(config.loss.pull, lambda frozen: frozen.start)
 
 
-def batch_shape(config: Config, *, micro: bool = False) -> Batch:
+def batch_shape(config: Config, *, micro: bool = False) -> Batch | BatchWithBase:
     """ShapeDtypeStructs of a training batch (M, B, L), or of an evaluation's (B, L)."""
     shape = (config.train.batch_size, config.data.window)
     if not micro:
         shape = (config.train.accumulation, *shape)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return Batch(ints, ints, weights, ints, ints, ints)
+    batch = Batch(ints, ints, weights, ints, ints, ints)
+    if micro or not config.loss.is_cached:
+        return batch
+    largest = (*shape, config.loss.top_k)
+    return BatchWithBase(
+        *batch,
+        base_ids=jax.ShapeDtypeStruct(largest, jnp.int32),
+        base_logits=jax.ShapeDtypeStruct(largest, jnp.float32),
+    )
 
 
 def state_shape(parts: Parts) -> TrainState:

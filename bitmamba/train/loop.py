@@ -98,7 +98,7 @@ class _Loop:
         return code
 
     def _steps(self, show: Callable[[int, str], None]) -> int:
-        batches = iter(self.run.data.batches(self.first))
+        batches = iter(self.run.batches(self.first))
         pending = None
         for number in range(self.first + 1, self.config.train.steps + 1):
             before = time.perf_counter()

@@ -8,18 +8,18 @@ import jax
 from bitmamba import paths
 from bitmamba.config import LossConfig
 from bitmamba.lora.adapters import is_adapter_leaf
-from bitmamba.losses import LOSSES, tmkl
+from bitmamba.losses import LOSSES, tmkl, tmkl_topk, top_k_logits
 from bitmamba.models import LM, build_model, variables
 from bitmamba.optim import Hyper
 from bitmamba.train.step import TokenLoss
-from bitmamba.types import Batch, Features, Params
+from bitmamba.types import Batch, BatchWithBase, Features, Params
 
 
 class Frozen(NamedTuple):
     """What a step reads and never changes.
 
     weights: parameters that do not train, as `models.frozen.freeze` leaves them.
-    start: first values of what trains, where the loss compares with them (`keeps`).
+    start: first values of what trains, where the loss compares with them.
     hyper: learning rate and decay; None leaves the config's in the compiled step.
     """
 
@@ -35,25 +35,51 @@ def make_loss_fn(model: LM, cfg: LossConfig) -> Callable[..., TokenLoss]:
         model: with its adapters.
         cfg: `tmkl` > 0 or `pull` > 0 adds the divergence from the base. Its logits
             come from the same frozen weights with the adapters off (and, where base
-            parameters train directly, their first values): one more forward pass.
+            parameters train directly, their first values): one more forward pass. Or,
+            with `base_logits="cached"`, from the batch, a `BatchWithBase`.
     """
     base = build_model(model.cfg, kernels=model.kernels)
 
-    def loss_fn(trainable, frozen: Frozen, batch: Batch, key=None) -> TokenLoss:
-        tree = paths.merge(trainable, frozen.weights)
-        features = _features(model, tree, batch, key)
-        nll = LOSSES["cross_entropy"](*features, batch.targets)
-        if not cfg.tmkl and not cfg.pull:
-            return TokenLoss(nll)
+    def divergence(features, frozen: Frozen, batch):
+        if cfg.is_cached:
+            known = batch.base_ids, batch.base_logits
+            return tmkl_topk(*features, *known, batch.targets, direction=cfg.direction)
         own, _ = paths.split(frozen.start, lambda path: not is_adapter_leaf(path))
         base_tree = paths.merge(own, frozen.weights)
         fixed = jax.lax.stop_gradient(_features(base, base_tree, batch, None))
+        return tmkl(*features, *fixed, batch.targets, direction=cfg.direction)
+
+    def loss_fn(
+        trainable, frozen: Frozen, batch: Batch | BatchWithBase, key=None
+    ) -> TokenLoss:
+        tree = paths.merge(trainable, frozen.weights)
+        features = _features(model, tree, batch, key)
+        nll = LOSSES["cross_entropy"](*features, batch.targets)
+        if not cfg.compares:
+            return TokenLoss(nll)
         if not cfg.tmkl:
             features = jax.lax.stop_gradient(features)
-        divergence = tmkl(*features, *fixed, batch.targets, direction=cfg.direction)
-        return TokenLoss(nll, divergence)
+        return TokenLoss(nll, divergence(features, frozen, batch))
 
     return loss_fn
+
+
+def make_base_top_k(
+    model: LM, top_k: int
+) -> Callable[[Params, Params, Batch], tuple[jax.Array, jax.Array]]:
+    """Build (own, weights, batch) -> (ids, logits), both (B, L, K), of the base.
+
+    Args:
+        model: its adapters are left out.
+        top_k: K.
+    """
+    base = build_model(model.cfg, kernels=model.kernels)
+
+    def largest(own: Params, weights: Params, batch: Batch):
+        features = _features(base, paths.merge(own, weights), batch, None)
+        return top_k_logits(*features, top_k)
+
+    return largest
 
 
 def make_eval_loss(model: LM) -> Callable[[Params, Frozen, Batch], jax.Array]:

@@ -1,7 +1,7 @@
 """Prepares a run: shows it, restores or initialises it, compiles its step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +15,21 @@ from bitmamba.lora.coverage import coverage
 from bitmamba.optim import chain_hints, group_table
 from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
-from bitmamba.train import build, memory, restore
+from bitmamba.train import base_logits, build, memory, restore
 from bitmamba.train.objective import Frozen
 from bitmamba.train.state import TrainState
+from bitmamba.types import Batch, BatchWithBase
 
 
 class Run(NamedTuple):
-    """A run that is ready for its next step."""
+    """A run that is ready for its next step.
+
+    batches: (number of steps done) -> what the following steps read.
+    """
 
     config: Config
     data: DataBundle
+    batches: Callable[[int], Iterator[Batch | BatchWithBase]]
     parts: build.Parts
     step: Callable
     state: TrainState
@@ -62,9 +67,15 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
     compiled, seconds = build.compile_step(config, parts)
     _show_memory(console, config, parts, plan.step_memory(compiled), seconds)
     config_read.write_json(config, Path(config.workdir) / "config.json")
+    batches = data.batches
+    if config.loss.is_cached:
+        batches = base_logits.batches_with_base(
+            config, data, parts, begin, console=console
+        )
     return Run(
         config=config,
         data=data,
+        batches=batches,
         parts=parts,
         step=compiled,
         state=begin.state,
