@@ -119,7 +119,7 @@ def findings(results: Sequence[WayResult]) -> list[str]:
 
 
 def as_json(results: Sequence[WayResult]) -> list[dict[str, Any]]:
-    """Plain data, one entry a way."""
+    """Plain data, one entry a way; numbers that are not finite by their names."""
     return [
         {
             "way": r.name,
@@ -130,7 +130,7 @@ def as_json(results: Sequence[WayResult]) -> list[dict[str, Any]]:
             "diverged": r.diverged,
             "evaluations": [
                 {
-                    k: v
+                    k: v if v is None or math.isfinite(v) else str(v)
                     for k, v in row.items()
                     if k == "step" or k.startswith(("eval/", "retention/"))
                 }

@@ -48,6 +48,8 @@ def make_ways(
     """
     _check(config)
     without = _with(config, replay_share=0.0)
+    weights, pulls = _strengths("tmkl", tmkl), _strengths("pull", pull)
+    pulled = [_with(without, pull=p) for p in pulls]
     with_replay, more = _as_many_examples(config, read_data)
     data = read_data(without)
     if not data.eval_sft or not data.eval_replay:
@@ -57,10 +59,9 @@ def make_ways(
             "config.data.heldout_replay"
         )
     found = [("plain", without, data), ("replay", with_replay, more)]
-    weights, pulls = _strengths("tmkl", tmkl), _strengths("pull", pull)
     found += [(f"tmkl_{w:g}", _with(without, tmkl=w), data) for w in weights]
     found += [(f"replay_tmkl_{w:g}", _with(with_replay, tmkl=w), more) for w in weights]
-    found += [(f"pull_{p:g}", _with(without, pull=p), data) for p in pulls]
+    found += [(f"pull_{c.loss.pull:g}", c, data) for c in pulled]
     return [
         Way(name, dataclasses.replace(one, name=name, workdir=str(out / name)), data)
         for name, one, data in found
