@@ -9,7 +9,8 @@ from flax import linen as nn
 from bitmamba.config import ModelConfig
 from bitmamba.models import adapters, init, recurrence
 from bitmamba.models.cache import SSMState
-from bitmamba.models.layers import Linear, RMSNorm
+from bitmamba.models.layers import Linear, RMSNorm, gated
+from bitmamba.models.recompute import recompute
 
 
 class BitMamba2(nn.Module):
@@ -77,9 +78,11 @@ class BitMamba2(nn.Module):
             kernels=self.kernels,
             offset=adapters.state_offset(self),
         )
-        y = y.reshape(z.shape) * jax.nn.silu(z)
+        y = y.reshape(z.shape)
         if self.cfg.norm_placement == "block":
-            y = RMSNorm(self.cfg.norm_eps, name="norm")(y)
+            y = RMSNorm(self.cfg.norm_eps, name="norm")(y, z)
+        else:
+            y = recompute(gated)(y, z)
         scale = len(self.cfg.layers) ** -0.5
         out = Linear(self.cfg.d_model, self.cfg, scale, name="out_proj")(y)
         return out, None if state is None else SSMState(conv_state, ssm_state)

@@ -6,6 +6,7 @@ from flax import linen as nn
 
 from bitmamba.config import BitLinearConfig, ModelConfig
 from bitmamba.models import adapters, bitlinear, init
+from bitmamba.models.recompute import recompute
 from bitmamba.quant.ternary import TernaryWeight
 from bitmamba.types import Features
 
@@ -68,15 +69,29 @@ def kernel_of(
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale; float32 in and out."""
+    """Root-mean-square norm with a learned scale; float32 in and out.
+
+    With a gate z it is the norm of x · silu(z). Saves its inputs only.
+    """
 
     eps: float
     n_groups: int = 1
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, z: jax.Array | None = None) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        return rms_norm(x, scale, eps=self.eps, n_groups=self.n_groups)
+
+        def norm(scale, x, z=None):
+            x = x if z is None else gated(x, z)
+            return rms_norm(x, scale, eps=self.eps, n_groups=self.n_groups)
+
+        inputs = (scale, x) if z is None else (scale, x, z)
+        return recompute(norm)(*inputs)
+
+
+def gated(x: jax.Array, z: jax.Array) -> jax.Array:
+    """x · silu(z)."""
+    return x * jax.nn.silu(z)
 
 
 class Linear(nn.Module):

@@ -6,7 +6,8 @@ import jax
 from flax import linen as nn
 
 from bitmamba.config import ModelConfig
-from bitmamba.models.layers import Linear
+from bitmamba.models.layers import Linear, gated
+from bitmamba.models.recompute import recompute
 
 
 class MLP(nn.Module):
@@ -30,7 +31,7 @@ class MLP(nn.Module):
         gate = Linear(width, self.cfg, name="gate_proj")(x)
         up = Linear(width, self.cfg, name="up_proj")(x)
         down = Linear(self.cfg.d_model, self.cfg, depth**-0.5, name="down_proj")
-        return down(jax.nn.silu(gate) * up), None
+        return down(recompute(gated)(up, gate)), None
 
     @staticmethod
     def init_state(cfg: ModelConfig, batch: int, max_len: int, dtype: Any) -> None:

@@ -7,6 +7,7 @@ from flax import linen as nn
 import pallas_kernels
 from bitmamba.models import init
 from bitmamba.models.cache import SSMState
+from bitmamba.models.recompute import recompute
 
 
 class CausalConv(nn.Module):
@@ -107,11 +108,18 @@ def _read(offset: jax.Array, C: jax.Array) -> jax.Array:
 def step_size(
     dt: jax.Array, dt_bias: jax.Array, limit: tuple[float, float] | None = None
 ) -> jax.Array:
-    """softplus(dt + dt_bias), clamped to `limit`; float32 whatever dt is."""
-    dt = jax.nn.softplus(dt.astype(dt_bias.dtype) + dt_bias)
-    if limit is None or limit == (0.0, float("inf")):
-        return dt
-    return jnp.clip(dt, *limit)
+    """softplus(dt + dt_bias), clamped to `limit`; float32 whatever dt is.
+
+    Saves dt alone, and not the whole projection that it is a slice of.
+    """
+
+    def size(dt, dt_bias):
+        dt = jax.nn.softplus(dt.astype(dt_bias.dtype) + dt_bias)
+        if limit is None or limit == (0.0, float("inf")):
+            return dt
+        return jnp.clip(dt, *limit)
+
+    return recompute(size)(dt, dt_bias)
 
 
 def hide_padding(

@@ -83,28 +83,26 @@ def make_train_step(
         loss = sums.loss.sum() / jnp.maximum(sums.weight.sum(), 1e-30)
         is_good = finite.all() & jnp.isfinite(loss)
 
-        def apply(operands):
-            grads, opt_state, trainable = operands
-            given = () if hyper is None else (hyper(frozen),)
-            updates, opt_state, report = update(grads, opt_state, trainable, *given)
-            new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trainable, updates)
-            if pull is not None:
-                rate = jnp.minimum(1.0, pull.strength * (1.0 + divergence))
-                start = pull.start(frozen)
-                new = jax.tree.map(lambda p, s: p + rate * (s - p), new, start)
-            return new, opt_state, report
+        given = () if hyper is None else (hyper(frozen),)
+        updates, opt_state, report = update(
+            grads, state.opt_state, state.trainable, *given
+        )
+        # The report reads the old values: done before they are overwritten in place.
+        old, report = lax.optimization_barrier((state.trainable, report))
+        trainable = jax.tree.map(lambda p, u: p + u.astype(p.dtype), old, updates)
+        if pull is not None:
+            rate = jnp.minimum(1.0, pull.strength * (1.0 + divergence))
+            start = pull.start(frozen)
+            trainable = jax.tree.map(lambda p, s: p + rate * (s - p), trainable, start)
 
-        operands = (grads, state.opt_state, state.trainable)
-        shapes = jax.eval_shape(apply, operands)[2]
+        def if_good(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
 
-        def skip(operands):
-            _, opt_state, trainable = operands
-            nothing = jax.tree.map(
-                lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes
-            )
-            return trainable, opt_state, nothing
-
-        trainable, opt_state, report = lax.cond(is_good, apply, skip, operands)
+        # A choice of values, not a branch: each array is then updated in its place,
+        # where a conditional would hold all new ones beside the old.
+        trainable = if_good(trainable, old)
+        opt_state = if_good(opt_state, state.opt_state)
+        report = if_good(report, jax.tree.map(lambda r: jnp.nan, report))
         bad = jnp.where(is_good, 0, 1).astype(jnp.int32)
         new_state = TrainState(
             step=state.step + 1,

@@ -21,7 +21,8 @@ def _conv_fwd(window, weight, bias, run, activation):
 
 
 def _conv_bwd(activation, saved, dy):
-    window, weight, bias, run = saved
+    # Wait for dy: what is computed again would else be computed, and kept, long before.
+    (window, weight, bias, run), dy = jax.lax.optimization_barrier((saved, dy))
     wide, taps = reference.wide_dtype(window, weight, bias), weight.shape[0]
     dtotal = dy.astype(wide)
     if activation == "silu":
