@@ -36,8 +36,8 @@ def make_ways(
     number of windows of examples that the others see; these are the same windows.
 
     Args:
-        config: of the plain run, but for its replay: `data.replay_share` is that of
-            the ways with replay.
+        config: of all ways but for what they differ in: `data.replay_share` is that
+            of the ways with replay, `loss.tmkl` and `loss.pull` are not used.
         tmkl, pull: strengths, as typed.
         out: each way works in a folder of its own in it.
         read_data: see `bitmamba.train.start`.
@@ -47,6 +47,7 @@ def make_ways(
             learning or retention on; no replay.
     """
     _check(config)
+    config = _with(config, tmkl=0.0, pull=0.0)
     without = _with(config, replay_share=0.0)
     weights, pulls = _strengths("tmkl", tmkl), _strengths("pull", pull)
     pulled = [_with(without, pull=p) for p in pulls]
@@ -74,11 +75,6 @@ def _check(config: Config) -> None:
             "forgetting: got a config without examples or without replay; expected "
             "config.data.sft, config.data.replay and config.data.replay_share > 0; "
             "see configs/sft.py"
-        )
-    if config.loss.tmkl or config.loss.pull:
-        raise ValueError(
-            f"config.loss: got tmkl {config.loss.tmkl:g}, pull {config.loss.pull:g}; "
-            "expected 0 for both, as the plain run has; use --tmkl and --pull"
         )
 
 

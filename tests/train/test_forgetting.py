@@ -126,7 +126,6 @@ def test_strengths_that_cannot_be_are_told(flags, message, typed, make):
     ("part", "name", "value", "message"),
     [
         ("data", "replay_share", 0.0, "got a config without examples or without repl"),
-        ("loss", "tmkl", 0.5, "config.loss: got tmkl 0.5, pull 0; expected 0 for both"),
         ("data", "heldout_replay", (), "got no held-out examples or no held-out text"),
     ],
 )
@@ -135,6 +134,15 @@ def test_what_cannot_be_compared_is_told(part, name, value, message, typed, make
 
     with pytest.raises(ValueError, match=re.escape(message)):
         make(typed)
+
+
+def test_what_the_config_keeps_knowledge_with_is_in_no_way_but_its_own(typed, make):
+    typed.loss.tmkl = 0.7
+
+    found = {way.name: way.config.loss.tmkl for way in make(typed)}
+
+    assert found["plain"] == found["replay"] == 0.0
+    assert 0.7 not in found.values()
 
 
 @pytest.fixture
