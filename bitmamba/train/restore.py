@@ -13,7 +13,7 @@ from bitmamba.config import Config, LossConfig
 from bitmamba.data import DataBundle
 from bitmamba.io.base import BASE, load_base
 from bitmamba.io.checkpoint import Checkpointer, load_params
-from bitmamba.io.digests import tree_digests
+from bitmamba.io.digests import combined, tree_digests
 from bitmamba.lora.adapters import init_adapters
 from bitmamba.models import build_model, init_params
 from bitmamba.models.frozen import projection_value
@@ -68,7 +68,8 @@ def _start(config: Config, parts: Parts, checkpointer, source) -> Started:
     held = hold(config, own, frozen)
     trainable, held = first_values(config, parts, own, held)
     state = init_state(trainable, jax.jit(parts.optimizer.init)(trainable))
-    return Started(state, held, digests, source, {})
+    remembered = {"start": _start_digest(held)}
+    return Started(state, held, digests, source, remembered)
 
 
 def _resume(config: Config, parts: Parts, restored, source) -> Started:
@@ -90,6 +91,9 @@ def _resume(config: Config, parts: Parts, restored, source) -> Started:
         first = _first_adapters(config, parts, held.weights)
         start = paths.merge(jax.tree.map(jnp.asarray, own), first)
         held = held._replace(start=hold(config, start, {}).start)
+        _check_start(
+            config.checkpoint.init_from, _start_digest(held), extra.get("start")
+        )
     logging.info("resuming at step %d of %s", restored.step, config.workdir)
     return Started(state, held, digests, source, extra)
 
@@ -142,6 +146,20 @@ def _check_base(
                 f"{found.get(path, 'none')}; expected {wanted.get(path, 'none')}); "
                 "restore that base, or start anew in another workdir"
             )
+
+
+def _start_digest(held: Frozen) -> str:
+    """Of the first values that the loss compares with; of nothing, usually."""
+    return combined(tree_digests(held.start))
+
+
+def _check_start(source: str | None, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise ValueError(
+            f"config.checkpoint.init_from={source}: got other parameters than this "
+            f"run began from (digest {found[:16]}; expected {wanted[:16]}), and "
+            "config.loss compares with those; restore them, or use another workdir"
+        )
 
 
 def _check_params(source: str, params: Params, shapes: Params) -> None:

@@ -174,3 +174,17 @@ def test_the_base_is_kept_beside_adapters_that_began_from_a_seed(tmp_path):
 
     assert "embed/embedding" in flatten(tree)
     assert any(p.name.startswith("frozen-") for p in Path(tmp_path).rglob("frozen-*"))
+
+
+def test_full_training_that_compares_with_its_start_is_refused_another(tmp_path):
+    """TMKL would pull towards a model that this run never was."""
+    start, workdir = tmp_path / "start", tmp_path / "run"
+    one = {"train.steps": 1, "model.layers": "-"}
+    assert run(settings(start, sft.get_config, **one)) == 0
+    changes = {"checkpoint.init_from": str(start), "loss.tmkl": 0.1} | one
+    assert run(settings(workdir, sft.get_config, **changes)) == 0
+    shutil.rmtree(start)
+    assert run(settings(start, sft.get_config, seed=1, **one)) == 0
+
+    with pytest.raises(ValueError, match="other parameters than this run began"):
+        run(settings(workdir, sft.get_config, **changes))
