@@ -44,7 +44,9 @@ def make_config(layers, rules=(Rule(pattern=".*"),), **model):
 
 
 def test_the_estimate_is_near_the_whole_step(monkeypatch):
-    # Errors found on models of 10 layers: bitmamba/README.md, "Decisions".
+    # Errors found on models of 10 layers: bitmamba/README.md, "Decisions". Here growth
+    # at the full vocabulary is exact, and the larger one at the small vocabulary, which
+    # is taken to be safe in deep models, makes the estimate 5 % too high.
     monkeypatch.setattr(memory, "WHOLE_LAYERS", 3)
     config = make_config(("mlp", "attention", "mlp", "attention", "mlp"))
     parts = build.build_parts(config, Categories)
@@ -54,8 +56,8 @@ def test_the_estimate_is_near_the_whole_step(monkeypatch):
     found, _ = memory.plan_step(config, Categories, parts)
 
     assert found.estimated_from == (2, 3)
-    assert whole.temporaries * 0.98 < found.temporaries < whole.temporaries * 1.03
-    assert whole.peak * 0.98 < found.peak < whole.peak * 1.03
+    assert whole.temporaries * 0.98 < found.temporaries < whole.temporaries * 1.06
+    assert whole.peak * 0.98 < found.peak < whole.peak * 1.06
     # Nothing of the model was allocated.
     assert sum(array.nbytes for array in jax.live_arrays()) - held < 4 * 64 * 64
 
