@@ -24,7 +24,7 @@ from bitmamba.config import (
 )
 from bitmamba.train import build, restore, sweep, sweep_groups
 from bitmamba.train.arms import make_arms
-from bitmamba.train.divergence import Divergence, Limits
+from bitmamba.train.divergence import Limits
 from bitmamba.types import Batch
 
 STEPS = 4
@@ -284,56 +284,6 @@ def test_a_signal_ends_the_sweep_and_keeps_what_was_found(tmp_path):
     assert [arm["verdict"] for arm in found["arms"]] == [verdict] * 2
     assert [row["step"] for row in found["arms"][0]["evaluations"]] == [0, 2]
     assert found["findings"] == []
-
-
-@pytest.mark.parametrize(
-    ("losses", "step"),
-    [
-        ([1.0, 1.4, 1.49, 1.2], None),
-        ([1.6, 1.0, 1.6, 1.0], None),
-        ([1.0, 1.6, 1.6, 1.0], 3),
-        ([1.0, 1.0, 1.0, 1.6], 4),
-        ([1.0, float("nan"), float("inf"), 1.0], 3),
-    ],
-)
-def test_a_held_out_loss_must_stay_high_for_two_looks_or_to_the_end(losses, step):
-    looks = Divergence(Limits(factor=1.5, looks=2), base_loss=1.0)
-
-    for number, loss in enumerate(losses, start=1):
-        looks.evaluation(number, loss)
-    looks.end(4)
-
-    assert (looks.found and looks.found.step) == step
-
-
-def test_training_losses_are_looked_at_ten_steps_at_a_time():
-    looks = Divergence(Limits(factor=1.5, looks=2), base_loss=2.0)
-
-    for number in range(1, 41):
-        loss = 1.0 if number <= 10 else 3.1
-        looks.step(number, loss, bad_in_row=0, where="loss")
-
-    assert looks.found == (30, "training loss 3.1000 > 1.5 x 2.0000")
-
-
-@pytest.mark.parametrize(
-    ("mode", "lists", "message"),
-    [
-        ("lora", {}, "nothing to vary"),
-        ("lora", {"lr": []}, "--lr: got an empty list; expected numbers, as --lr="),
-        ("lora", {"lr": ["1e-3", "x"]}, "--lr: got 'x'; expected a number"),
-        ("lora", {"lr": ["1e-3", "0.001"]}, "--lr: got 0.001 twice"),
-        ("lora", {"lr": ["-1"]}, "config.optim.lr: got -1"),
-        ("lora", {"lr": ["nan"]}, "config.optim.lr: got nan"),
-        ("lora", {"wd": ["-0.1"]}, "config.optim.weight_decay: got -0.1"),
-        ("lora", {"rank": ["2.5"]}, "--rank: got '2.5'; expected a whole number"),
-        ("lora", {"rank": ["0"]}, "config.lora.rank: got 0"),
-        ("full", {"rank": ["8"]}, "--rank: got 8 with train.mode=full"),
-    ],
-)
-def test_mistakes_in_the_lists_are_told(mode, lists, message):
-    with pytest.raises(ValueError, match=message):
-        make_arms(make_config(mode=mode), **lists)
 
 
 def test_lists_that_change_nothing_are_mistakes():
