@@ -47,8 +47,8 @@ def make_train_step(
 
     The objective is sum(weight * (nll + divergence_weight * divergence)) / sum(weight)
     over all micro-batches, so every trainable token counts the same however the windows
-    are split. If the loss or any gradient is not finite the update is skipped:
-    parameters and optimiser state stay as they were, bit for bit.
+    are split. If the loss, the divergence or any gradient is not finite the update is
+    skipped: parameters and optimiser state stay as they were, bit for bit.
 
     Args:
         loss_fn: (trainable, frozen, batch (B, L), key) -> TokenLoss.
@@ -82,7 +82,8 @@ def make_train_step(
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
         loss = sums.loss.sum() / jnp.maximum(sums.weight.sum(), 1e-30)
         is_good = finite.all() & jnp.isfinite(loss)
-
+        if divergence is not None:
+            is_good &= jnp.isfinite(divergence)
         given = () if hyper is None else (hyper(frozen),)
         updates, opt_state, report = update(
             grads, state.opt_state, state.trainable, *given
@@ -91,42 +92,42 @@ def make_train_step(
         old, report = lax.optimization_barrier((state.trainable, report))
         trainable = jax.tree.map(lambda p, u: p + u.astype(p.dtype), old, updates)
         if pull is not None:
-            rate = jnp.minimum(1.0, pull.strength * (1.0 + divergence))
-            start = pull.start(frozen)
-            trainable = jax.tree.map(lambda p, s: p + rate * (s - p), trainable, start)
-
-        def if_good(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
-
+            trainable = _pulled(trainable, pull, frozen, divergence)
         # A choice of values, not a branch: each array is then updated in its place,
         # where a conditional would hold all new ones beside the old.
-        trainable = if_good(trainable, old)
-        opt_state = if_good(opt_state, state.opt_state)
-        report = if_good(report, jax.tree.map(lambda r: jnp.nan, report))
-        bad = jnp.where(is_good, 0, 1).astype(jnp.int32)
-        new_state = TrainState(
+        new = TrainState(
             step=state.step + 1,
-            trainable=trainable,
-            opt_state=opt_state,
+            trainable=_where(is_good, trainable, old),
+            opt_state=_where(is_good, opt_state, state.opt_state),
             bad_in_row=jnp.where(is_good, 0, state.bad_in_row + 1),
-            bad_total=state.bad_total + bad,
+            bad_total=state.bad_total + jnp.where(is_good, 0, 1).astype(jnp.int32),
         )
         metrics = {
             "loss": loss,
             "is_good": is_good,
             "leaf_is_finite": finite,
-            "bad_in_row": new_state.bad_in_row,
+            "bad_in_row": new.bad_in_row,
             "sums": sums,
-            "report": report,
+            "report": _where(is_good, report, jax.tree.map(lambda _: jnp.nan, report)),
         }
         if divergence is not None:
             metrics["divergence"] = divergence
         if watch_zeros:
             metrics["leaf_is_zero"] = _zeros(state.trainable)
             metrics["gradient_is_zero"] = _zeros(grads)
-        return new_state, metrics
+        return new, metrics
 
     return step
+
+
+def _where(is_good: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
+
+
+def _pulled(trainable: Params, pull: Pull, frozen: Any, divergence) -> Params:
+    rate = jnp.minimum(1.0, pull.strength * (1.0 + divergence))
+    start = pull.start(frozen)
+    return jax.tree.map(lambda p, s: p + rate * (s - p), trainable, start)
 
 
 def _zeros(tree) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 
 from bitmamba.train.metrics import category_losses, loss_sums, mean_loss, total_sums
 from bitmamba.train.state import init_state
-from bitmamba.train.step import TokenLoss, make_train_step
+from bitmamba.train.step import Pull, TokenLoss, make_train_step
 from bitmamba.types import Batch
 
 V = 11
@@ -152,3 +152,31 @@ def test_nan_at_a_token_of_weight_zero_is_not_counted():
     sums = loss_sums(jnp.asarray(nll), batch._replace(loss_weights=weights), 3)
 
     assert mean_loss(sums) == 1.5
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_pull_by_a_divergence_that_is_not_finite_is_skipped(bad):
+    state, frozen, update = start()
+    before = jax.tree.map(np.array, state.trainable)
+    batch = make_batch(1, 2)
+
+    def with_divergence(value):
+        def loss(trainable, frozen, batch, key):
+            nll = loss_fn(trainable, frozen, batch).nll
+            return TokenLoss(nll, jnp.full_like(nll, value))
+
+        pull = Pull(0.25, lambda frozen: frozen)
+        return make_train_step(loss, update, n_categories=3, pull=pull)
+
+    skipped, metrics = jax.jit(with_divergence(bad))(state, frozen, batch)
+    pulled, _ = jax.jit(with_divergence(1.0))(state, frozen, batch)
+    plain, _ = jax.jit(make_train_step(loss_fn, update, n_categories=3))(
+        state, frozen, batch
+    )
+
+    assert not metrics["is_good"]
+    assert np.array_equal(skipped.trainable["table"], before["table"])
+    # 0.25 · (1 + 1) of the way from the updated table back to the start, all zeros.
+    np.testing.assert_allclose(
+        pulled.trainable["table"], 0.5 * plain.trainable["table"], rtol=1e-6
+    )
