@@ -84,6 +84,26 @@ def combined(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def check_same(
+    found: Mapping[str, str], wanted: Mapping[str, str], *, where: str, advice: str
+) -> None:
+    """Refuse parameters that are not those that something was made from.
+
+    Args:
+        found, wanted: digests by path.
+        where, advice: beginning and end of the message.
+
+    Raises:
+        ValueError: one line naming the first leaf that differs.
+    """
+    for path in sorted(found.keys() | wanted.keys()):
+        if found.get(path) != wanted.get(path):
+            raise ValueError(
+                f"{where}: {path}: got {found.get(path, 'nothing')}; expected "
+                f"{wanted.get(path, 'nothing')}; {advice}"
+            )
+
+
 def changed_leaves(
     arrays: Mapping[str, np.ndarray], digests: Mapping[str, str]
 ) -> list[str]:

@@ -40,12 +40,10 @@ def load_run(path: str | Path, *, base: str | None = None) -> tuple[Params, dict
 def _base_of(path: Any, source: str, wanted: dict[str, str]) -> Params:
     flat = paths.flatten(load_base() if source == BASE else load_params(source)[0])
     frozen = paths.unflatten({p: v for p, v in flat.items() if p in wanted})
-    found = digests.tree_digests(frozen)
-    for leaf, digest in wanted.items():
-        if found.get(leaf) != digest:
-            raise ValueError(
-                f"{path}: its adapters belong to another base than {source}: {leaf}: "
-                f"got {found.get(leaf, 'nothing')}; expected {digest}; name the right "
-                "one with --base"
-            )
+    digests.check_same(
+        digests.tree_digests(frozen),
+        wanted,
+        where=f"{path}: its adapters belong to another base than {source}",
+        advice="name the right one with --base",
+    )
     return frozen

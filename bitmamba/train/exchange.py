@@ -98,7 +98,13 @@ def import_peft(folder: Path, to: Path, *, base: str | None = None) -> int:
             as_slices(whole, run_model(config).adapters),
             ours["base"]["digests"],
         )
-        _check_base(folder, source, digests.tree_digests(tree), table)
+        found = digests.tree_digests(tree)
+        digests.check_same(
+            {leaf: found[leaf] for leaf in found if leaf in table},
+            table,
+            where=f"{folder}: its adapters belong to another base than {source}",
+            advice="name the right one with --base",
+        )
     _write(
         flat, config, to, source=source, table=table, step=(ours or {}).get("step", 0)
     )
@@ -181,15 +187,3 @@ def _read_ours(folder: Path) -> dict[str, Any] | None:
             "version wrote it, update this one"
         )
     return ours
-
-
-def _check_base(
-    folder: Path, source: str, found: dict[str, str], wanted: dict[str, str]
-) -> None:
-    for leaf, digest in wanted.items():
-        if found.get(leaf) != digest:
-            raise ValueError(
-                f"{folder}: its adapters belong to another base than {source}: {leaf}: "
-                f"got {found.get(leaf, 'nothing')}; expected {digest}; name the right "
-                "one with --base"
-            )

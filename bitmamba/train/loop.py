@@ -236,7 +236,7 @@ class _Loop:
                 "bad_in_row": int(self.state.bad_in_row),
                 "bad_total": int(self.state.bad_total),
                 "base": self.base,
-                "start": self.run.remembered.get("start"),
+                "start": self.run.remembered.get("start", {}),
             },
         )
 

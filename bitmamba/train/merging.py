@@ -219,15 +219,13 @@ def unmerge(path: str, *, base: str | None = None) -> tuple[Params, Config]:
         )
     source = base or origin["source"]
     tree, settings = load_run(source)
-    tree, wanted = base_of(tree), origin["digests"]
-    found = digests.tree_digests(tree)
-    for leaf in sorted(wanted | found):
-        if wanted.get(leaf) != found.get(leaf):
-            raise ValueError(
-                f"{source}: {leaf}: got {found.get(leaf, 'nothing')}; expected "
-                f"{wanted.get(leaf, 'nothing')}, as in the base that {path} was merged "
-                "from; name that one with --base"
-            )
+    tree = base_of(tree)
+    digests.check_same(
+        digests.tree_digests(tree),
+        origin["digests"],
+        where=f"{source}: not the base that {path} was merged from",
+        advice="name that one with --base",
+    )
     config = config_read.from_config_dict(settings)
     return tree, _plain_config(config, config.model)
 

@@ -13,7 +13,7 @@ from bitmamba.config import Config, LossConfig
 from bitmamba.data import DataBundle
 from bitmamba.io.base import BASE, load_base
 from bitmamba.io.checkpoint import Checkpointer, load_params
-from bitmamba.io.digests import combined, tree_digests
+from bitmamba.io.digests import check_same, tree_digests
 from bitmamba.lora.adapters import init_adapters
 from bitmamba.models import build_model, init_params
 from bitmamba.models.frozen import projection_value
@@ -64,11 +64,11 @@ def keeps_base(config: Config) -> bool:
 def _start(config: Config, parts: Parts, checkpointer, source) -> Started:
     own, frozen = split_trainable(config, base_params(config, parts))
     digests = tree_digests(frozen) if source else checkpointer.save_frozen(frozen)
+    remembered = {"start": tree_digests(own)} if config.loss.compares else {}
     own = jax.tree.map(jnp.asarray, own)
     held = hold(config, own, frozen)
     trainable, held = first_values(config, parts, own, held)
     state = init_state(trainable, jax.jit(parts.optimizer.init)(trainable))
-    remembered = {"start": _start_digest(held)}
     return Started(state, held, digests, source, remembered)
 
 
@@ -76,26 +76,35 @@ def _resume(config: Config, parts: Parts, restored, source) -> Started:
     extra, frozen = restored.meta["extra"], restored.frozen
     digests = restored.meta["frozen"]["digests"]
     own: Params = {}
-    if source or config.loss != LossConfig():
+    if source or config.loss.compares:
         own, first_frozen = split_trainable(config, base_params(config, parts))
+        where = f"config.checkpoint.init_from={config.checkpoint.init_from}"
         if source:
             frozen = first_frozen
-            _check_base(source, tree_digests(frozen), digests)
+            _check_base(where, tree_digests(frozen), digests)
+        if config.loss.compares:
+            _check_base(where, tree_digests(own), extra["start"])
     state = init_state(restored.trainable, restored.opt_state)._replace(
         step=jnp.asarray(restored.step, jnp.int32),
         bad_in_row=jnp.asarray(extra["bad_in_row"], jnp.int32),
         bad_total=jnp.asarray(extra["bad_total"], jnp.int32),
     )
     held = hold(config, {}, frozen)
-    if config.loss != LossConfig():
-        first = _first_adapters(config, parts, held.weights)
-        start = paths.merge(jax.tree.map(jnp.asarray, own), first)
-        held = held._replace(start=hold(config, start, {}).start)
-        _check_start(
-            config.checkpoint.init_from, _start_digest(held), extra.get("start")
-        )
+    if config.loss.compares:
+        _, held = first_values(config, parts, jax.tree.map(jnp.asarray, own), held)
     logging.info("resuming at step %d of %s", restored.step, config.workdir)
     return Started(state, held, digests, source, extra)
+
+
+def _check_base(
+    where: str, found: Mapping[str, str], wanted: Mapping[str, str]
+) -> None:
+    check_same(
+        found,
+        wanted,
+        where=f"{where} is not the base that this run began from",
+        advice="restore it, or start anew in another workdir",
+    )
 
 
 def base_params(config: Config, parts: Parts) -> Params:
@@ -133,33 +142,6 @@ def _first_adapters(config: Config, parts: Parts, weights: Params) -> Params:
         weight=lambda site: projection_value(weights, site),
         key=jax.random.key(config.seed),
     )
-
-
-def _check_base(
-    source: str, found: Mapping[str, str], wanted: Mapping[str, str]
-) -> None:
-    for path in sorted(found.keys() | wanted.keys()):
-        if found.get(path) != wanted.get(path):
-            raise ValueError(
-                f"config.checkpoint.init_from={source}: {path} is not that of the base "
-                f"on which this run's adapters were trained (got "
-                f"{found.get(path, 'none')}; expected {wanted.get(path, 'none')}); "
-                "restore that base, or start anew in another workdir"
-            )
-
-
-def _start_digest(held: Frozen) -> str:
-    """Of the first values that the loss compares with; of nothing, usually."""
-    return combined(tree_digests(held.start))
-
-
-def _check_start(source: str | None, found: str, wanted: str) -> None:
-    if found != wanted:
-        raise ValueError(
-            f"config.checkpoint.init_from={source}: got other parameters than this "
-            f"run began from (digest {found[:16]}; expected {wanted[:16]}), and "
-            "config.loss compares with those; restore them, or use another workdir"
-        )
 
 
 def _check_params(source: str, params: Params, shapes: Params) -> None:
