@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # reading data must not wait for JAX to load
     import jax
     import numpy as np
 
+# Last parts of the paths of what adapters train.
+STATE_OFFSET = "state_offset"
+ADAPTER_LEAVES = ("a", "b", "magnitude", STATE_OFFSET)
+
 Params: TypeAlias = Mapping[str, Any]
 Array: TypeAlias = "jax.Array | np.ndarray"
 
@@ -59,7 +63,8 @@ class Features(NamedTuple):
     """What the head sees: logits are `hidden @ head`, never formed by the model.
 
     hidden: (B, L, D), after the final norm and, for a ternary head, quantised.
-    head: (D, V), the effective (for a ternary head: quantised) weight.
+    head: (D, V), the effective (for a ternary head: quantised) weight; of a frozen
+        ternary head its codes, and hidden is then times their scale.
     """
 
     hidden: jax.Array

@@ -7,8 +7,8 @@ Both are the step of `train.py` with AdamW and its report, in float32; the two t
 turns, and the median of the ratios of neighbours counts. The last column of the table
 is the ratio that the products alone would give: full training multiplies each weight
 three times a token (forward, activation gradient, weight gradient), LoRA a frozen one
-twice and its factors three times; the scan and the loss are the same work in both, but
-for the head's weight gradient. Memory is what XLA plans for the compiled step.
+twice and its factors three times; the scan is the same work in both. Memory is what XLA
+plans for the compiled step.
 """
 
 import statistics
@@ -128,9 +128,8 @@ def _products():
     q, p, n = 64, 64, FLAGS.d_state
     heads = 2 * FLAGS.d_model // p
     scan = FLAGS.layers * (3 * heads * (2 * q * p + 4 * p * n) + 8 * q * n)
-    # The loss forms the logits once more in its backward pass.
-    full = 2 * (3 * body + 4 * head) + scan
-    return (2 * (2 * body + 3 * head + 3 * factors) + scan) / full
+    full = 2 * 3 * (body + head) + scan
+    return (2 * (2 * (body + head) + 3 * factors) + scan) / full
 
 
 def _peak(compiled):

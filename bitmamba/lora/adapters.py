@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from bitmamba.paths import flatten, unflatten
-from bitmamba.types import AdapterSpec
+from bitmamba.types import ADAPTER_LEAVES, AdapterSpec
 
 EMBEDDING = "embed"
-LEAVES = ("a", "b", "magnitude", "state_offset")
 
 
 def adapter_shapes(
@@ -79,7 +78,7 @@ def init_adapters(
 
 def is_adapter_leaf(path: str) -> bool:
     """Whether a parameter's path is an adapter's: its last part says so."""
-    return path.rpartition("/")[2] in LEAVES
+    return path.rpartition("/")[2] in ADAPTER_LEAVES
 
 
 def partner(path: str) -> str | None:

@@ -14,11 +14,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from bitmamba import paths
-from bitmamba.types import AdapterSpec, Features, Params
+from bitmamba.types import STATE_OFFSET, AdapterSpec, Features, Params
 
 COLLECTION = "lora"
-STATE_OFFSET = "state_offset"
-_LEAVES = ("a", "b", "magnitude")
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +46,7 @@ def collections(tree: Params, specs: Sequence[AdapterSpec]) -> dict[str, Any]:
     flat = paths.flatten(tree)
     lora = {}
     for spec in specs:
-        leaves = {n: flat.pop(f"{spec.path}/{n}") for n in _LEAVES[:2]}
+        leaves = {n: flat.pop(f"{spec.path}/{n}") for n in ("a", "b")}
         length = flat.pop(f"{spec.path}/magnitude", None)
         columns = spec.path.removeprefix(spec.site).lstrip("/") or "all"
         adapter = Adapter(spec=spec, **leaves, magnitude=length)

@@ -1,6 +1,7 @@
 """Adafactor by PyTorch's rule, float32 statistics, as an optax transformation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -94,26 +95,14 @@ def scale_by_adafactor(
             # Written so that lr_t = 0 divides nothing by zero.
             lr_t = schedule(state.count) if rate is None else rate
             cap = 1.0 / jnp.maximum(1.0, lr_t * jnp.sqrt(t))
+        one = partial(_update_leaf, new_weight=t**-cfg.beta2_decay, cap=cap, cfg=cfg)
         leaves, treedef = jax.tree.flatten_with_path(updates)
+        rest = (treedef.flatten_up_to(tree) for tree in (state.stats, params))
         pairs = [
-            _update_leaf(
-                g,
-                stats,
-                p,
-                new_weight=t**-cfg.beta2_decay,
-                cap=cap,
-                cfg=cfg,
-                scaled=cfg.scale_parameter and is_scaled(_name(path)),
-            )
-            for (path, g), stats, p in zip(
-                leaves,
-                treedef.flatten_up_to(state.stats),
-                treedef.flatten_up_to(params),
-                strict=True,
-            )
+            one(g, stats, p, scaled=cfg.scale_parameter and is_scaled(_name(path)))
+            for (path, g), stats, p in zip(leaves, *rest, strict=True)
         ]
-        stats = treedef.unflatten([stats for _, stats in pairs])
-        out = treedef.unflatten([u for u, _ in pairs])
+        out, stats = (treedef.unflatten(part) for part in zip(*pairs, strict=True))
         return out, AdafactorState(count=optax.safe_increment(state.count), stats=stats)
 
     return optax.GradientTransformationExtraArgs(init, update)

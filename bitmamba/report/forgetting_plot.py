@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bitmamba.report.forgetting import WayResult
+from bitmamba.report.plots import pyplot
 
 
 def forgetting_picture(results: Sequence[WayResult], path: Path, *, title: str) -> bool:
@@ -18,13 +19,9 @@ def forgetting_picture(results: Sequence[WayResult], path: Path, *, title: str) 
     Returns:
         False, with nothing drawn, when matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     base = results[0].evaluations[0]
     axes.plot(base["eval/loss"], base["retention/loss"], "k*", ms=12, label="base")

@@ -1,8 +1,20 @@
-"""Pictures of a run; they need matplotlib, the extra "plots"."""
+"""Pictures; they need matplotlib, the extra "plots"."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot without a display, or None when it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
 
 
 def loss_picture(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> bool:
@@ -16,13 +28,9 @@ def loss_picture(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     Returns:
         False, with nothing drawn, when matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     series = (
         ("loss", "training", {"alpha": 0.35, "linewidth": 1, "color": "C0"}),

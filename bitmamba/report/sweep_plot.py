@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from bitmamba.report.plots import pyplot
 from bitmamba.report.sweep import ArmResult
 
 STYLES = ("-", "--", ":", "-.")
@@ -23,13 +24,9 @@ def sweep_picture(
     Returns:
         False, with nothing drawn, when matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, (curves, ends) = plt.subplots(
         1, 2, figsize=(12, 4.8), layout="constrained", sharey=True
     )

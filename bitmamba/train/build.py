@@ -31,7 +31,7 @@ from bitmamba.train.evaluate import make_eval_step
 from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
 from bitmamba.train.state import TrainState, init_state
 from bitmamba.train.step import Pull, make_train_step
-from bitmamba.types import AdapterSite, Batch, BatchWithBase, Params
+from bitmamba.types import Batch, BatchWithBase, Params
 
 HEAD = r"lm_head/.*"
 
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     base_shapes: the model's own parameters. trainable, frozen: the split of those and
     of the adapters, float32, as they are saved. held: what the step gets as frozen.
     All are trees of ShapeDtypeStructs.
-    sites, offsets: what can be adapted, and the state offsets that train.
+    offsets: shapes of the state offsets that train, by path.
     """
 
     model: LM
@@ -50,7 +50,6 @@ class Parts(NamedTuple):
     trainable: Params
     frozen: Params
     held: Frozen
-    sites: tuple[AdapterSite, ...]
     offsets: dict[str, tuple[int, ...]]
     optimizer: Optimizer
     step: Any
@@ -93,7 +92,6 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         trainable=trainable,
         frozen=frozen,
         held=jax.eval_shape(partial(hold, config), trainable, frozen),
-        sites=adapter_sites(config.model, base_shapes),
         offsets=offsets,
         optimizer=optimizer,
         step=jax.jit(step, donate_argnums=0),

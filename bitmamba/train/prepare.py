@@ -12,6 +12,7 @@ from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.checkpoint import Checkpointer
 from bitmamba.lora.coverage import coverage
+from bitmamba.models.sites import adapter_sites
 from bitmamba.optim import chain_hints, group_table
 from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
@@ -92,6 +93,7 @@ def _show_start(
     console: Console, config: Config, data: DataBundle, parts: build.Parts
 ) -> None:
     everything = merge(parts.trainable, parts.frozen)
+    sites = adapter_sites(config.model, parts.base_shapes)
     grouped = parts.trainable if config.train.mode == "lora" else everything
     screen.show_start(
         console,
@@ -99,7 +101,7 @@ def _show_start(
         shapes=flatten(everything),
         trainable=flatten(parts.trainable),
         groups=group_table(config.optim.rules, grouped),
-        coverage=coverage(parts.sites, parts.model.adapters),
+        coverage=coverage(sites, parts.model.adapters),
         account=data.account.lines(),
         memory=build.memory_plan(config, parts),
         hints=chain_hints(

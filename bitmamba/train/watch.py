@@ -23,6 +23,11 @@ class ZeroWatch:
         self._moved = np.zeros(len(paths), bool)
         self._excused = np.ones(len(paths), bool)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the first steps have passed, and all that trains had a gradient."""
+        return self._seen >= STEPS
+
     def look(
         self, leaf_is_zero: Sequence[bool], gradient_is_zero: Sequence[bool]
     ) -> None:
@@ -31,7 +36,7 @@ class ZeroWatch:
         Raises:
             ValueError: after STEPS steps a leaf never had a gradient.
         """
-        if self._seen >= STEPS:
+        if self.is_over:
             return
         self._seen += 1
         self._moved |= ~np.asarray(gradient_is_zero)
@@ -45,7 +50,7 @@ class ZeroWatch:
             )
             if not moved and not excused
         ]
-        if self._seen == STEPS and stuck:
+        if self.is_over and stuck:
             raise ValueError(
                 f"{stuck[0]}: its gradient was exactly zero in {STEPS} steps "
                 f"({len(stuck)} such in all); expected every trained parameter to "

@@ -143,9 +143,11 @@ def test_adapters_are_refused_by_another_base(unbroken, base, tmp_path):
     base.rename(kept)
     try:
         changed.rename(base)
-        with pytest.raises(ValueError, match=r"is not that of the base") as resumed:
+        with pytest.raises(
+            ValueError, match=r"is not the base that this run began"
+        ) as resumed:
             run(adapters(moved, base, **{"train.steps": STEPS}))
-        with pytest.raises(ValueError, match=r"belong to another base") as loaded:
+        with pytest.raises(ValueError, match=r"belong to another base than") as loaded:
             load_run(moved)
     finally:
         shutil.rmtree(base)
@@ -186,5 +188,29 @@ def test_full_training_that_compares_with_its_start_is_refused_another(tmp_path)
     shutil.rmtree(start)
     assert run(settings(start, sft.get_config, seed=1, **one)) == 0
 
-    with pytest.raises(ValueError, match="other parameters than this run began"):
+    with pytest.raises(ValueError, match="is not the base that this run began from"):
         run(settings(workdir, sft.get_config, **changes))
+
+
+def test_coverage_is_shown_first_and_an_adapter_cut_off_from_the_loss_is_named(
+    tmp_path, capsys
+):
+    # Step sizes that are clamped to one value have no gradient.
+    cut_off = {
+        "checkpoint.init_from": None,
+        "lora.place": ("in_proj.dt",),
+        "lora.train": (),
+        "loss.tmkl": 0.0,
+        "model.mamba2.dt_limit": (0.01, 0.01),
+    }
+
+    with pytest.raises(ValueError, match=r"layer_0/mixer/in_proj/dt/b: its gradient"):
+        run(adapters(tmp_path / "run", None, **cut_off))
+
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "mamba2 in_proj dt 1 of 1 2 72" in lines
+    assert "mlp up_proj - 0 of 1 - 0" in lines
+    assert lines.index("in all 1 of 7 72") < min(
+        i for i, line in enumerate(lines) if line.startswith("step 1/")
+    )

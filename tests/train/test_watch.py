@@ -12,8 +12,10 @@ def test_a_factor_may_be_still_while_its_partner_is_zero():
     watch = ZeroWatch(PATHS)
 
     watch.look([False, True, False], [True, False, False])  # b = 0, so a rests
-    for _ in range(STEPS):
+    for _ in range(STEPS - 1):
         watch.look(ALL_MOVE, ALL_MOVE)
+
+    assert watch.is_over
 
 
 def test_a_partner_that_stays_zero_is_the_one_that_is_named():
@@ -38,7 +40,10 @@ def test_a_leaf_without_any_gradient_is_named_after_the_first_steps(still):
 
 def test_later_steps_are_not_watched():
     watch = ZeroWatch(PATHS)
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        assert not watch.is_over, step
         watch.look(ALL_MOVE, ALL_MOVE)
 
     watch.look(ALL_MOVE, [True, True, True])
+
+    assert watch.is_over
