@@ -183,7 +183,8 @@ def test_full_training_that_compares_with_its_start_is_refused_another(tmp_path)
     start, workdir = tmp_path / "start", tmp_path / "run"
     one = {"train.steps": 1, "model.layers": "-"}
     assert run(settings(start, sft.get_config, **one)) == 0
-    changes = {"checkpoint.init_from": str(start), "loss.tmkl": 0.1} | one
+    loss = {"loss.tmkl": 0.1, "loss.base_logits": "cached", "loss.top_k": 4}
+    changes = {"checkpoint.init_from": str(start)} | loss | one
     assert run(settings(workdir, sft.get_config, **changes)) == 0
     shutil.rmtree(start)
     assert run(settings(start, sft.get_config, seed=1, **one)) == 0
