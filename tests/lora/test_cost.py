@@ -11,6 +11,7 @@ from bitmamba.config import (
     DataConfig,
     LoraConfig,
     Mamba2Config,
+    MLPConfig,
     ModelConfig,
     OptimConfig,
     TrainConfig,
@@ -24,17 +25,18 @@ class Categories:
     categories = ("all",)
 
 
-def make(mode, linear):
+def make(mode, linear, layer):
     return Config(
         name="t",
         workdir="unused",
         model=ModelConfig(
             vocab_size=VOCAB,
             d_model=D_MODEL,
-            layers=("mamba2",),
+            layers=(layer,),
             linear=linear,
             dtype="float32",
             mamba2=Mamba2Config(headdim=16, d_state=8, chunk_size=16),
+            mlp=MLPConfig(d_ff=56),
         ),
         data=DataConfig(replay=("a",), window=WINDOW),
         optim=OptimConfig(name="adamw"),
@@ -45,16 +47,16 @@ def make(mode, linear):
 
 @pytest.fixture(scope="module")
 def compiled(users_level):
-    """(parts, compiled step) by mode and kind of projections."""
+    """(parts, compiled step) by mode, kind of projections and of layer."""
     made = {}
 
-    def get(mode, linear):
-        if (mode, linear) not in made:
-            config = make(mode, linear)
+    def get(*key):
+        if key not in made:
+            config = make(*key)
             parts = build.build_parts(config, Categories)
             step, _ = build.compile_step(config, parts, options=users_level)
-            made[mode, linear] = (parts, step)
-        return made[mode, linear]
+            made[key] = (parts, step)
+        return made[key]
 
     return get
 
@@ -68,7 +70,7 @@ def makers_of(text, shape):
 @pytest.mark.parametrize("linear", ["dense", "bit"])
 def test_no_frozen_weight_is_copied_transposed_or_given_a_gradient(linear, compiled):
     """Its native layout serves the forward pass and the activation gradient."""
-    parts, step = compiled("lora", linear)
+    parts, step = compiled("lora", linear, "mamba2")
     text = step.as_text()
     kernels = [p for p in paths.flatten(parts.frozen) if p.endswith("_proj/kernel")]
     shapes = [paths.flatten(parts.frozen)[path].shape for path in kernels]
@@ -81,8 +83,8 @@ def test_no_frozen_weight_is_copied_transposed_or_given_a_gradient(linear, compi
 
 
 def test_the_search_finds_a_weight_gradient_where_there_is_one(compiled):
-    parts, step = compiled("full", "dense")
-    shape = paths.flatten(parts.trainable)["layer_0/mixer/in_proj/kernel"].shape
+    parts, step = compiled("full", "dense", "mlp")
+    shape = paths.flatten(parts.trainable)["layer_0/mixer/up_proj/kernel"].shape
 
     assert "dot" in makers_of(step.as_text(), shape) | makers_of(
         step.as_text(), shape[::-1]
@@ -92,7 +94,7 @@ def test_the_search_finds_a_weight_gradient_where_there_is_one(compiled):
 @pytest.mark.parametrize("linear", ["dense", "bit"])
 def test_frozen_parameters_have_no_gradient_and_no_optimiser_state(linear, compiled):
     (full, full_step), (lora, lora_step) = (
-        compiled(mode, linear) for mode in ("full", "lora")
+        compiled(mode, linear, "mlp") for mode in ("full", "lora")
     )
     sizes = {
         mode: sum(leaf.size for leaf in jax.tree.leaves(parts.trainable))

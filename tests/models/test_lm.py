@@ -34,34 +34,6 @@ def _segments():
     return np.tile(ids.astype(np.int32), (2, 1))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "tied"), [(HYBRID, False), ("-", True)], ids=["untied", "tied"]
-)
-def test_logits_and_all_gradients_equal_float64(
-    pattern, tied, tiny, float64, make_lm, relative_error
-):
-    cfg = tiny(pattern, tie_embeddings=tied)
-    model, params = make_lm(cfg)
-    tokens, cotangent = _tokens(shape=(1, 9)), _tokens(1, (1, 9, 48)) - 24.0
-
-    def loss(params):
-        logits = model.apply({"params": params}, tokens)
-        return (logits * cotangent).sum(), logits
-
-    def loss64(params):
-        logits = float64.lm(params, tokens[0], cfg)[None]
-        return (logits * cotangent).sum(), logits
-
-    got = jax.jit(jax.grad(loss, has_aux=True))(params)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda t: jnp.asarray(t, jnp.float64), params)
-        grad = jax.grad(loss64, has_aux=True)
-        options = {"xla_backend_optimization_level": 0}
-        expected = jax.jit(grad, compiler_options=options)(wide)
-
-    assert relative_error(got, expected) < 1e-5
-
-
 # Each kind of layer once, with the projections that test_mixers isolates it with.
 @pytest.mark.parametrize(("pattern", "linear"), [("M*", "dense"), ("B-", "bit")])
 def test_documents_of_a_window_do_not_touch_each_other(
@@ -154,7 +126,8 @@ def test_logits_are_hidden_times_head(tiny, make_lm):
 
         logits, hidden, head = run(params)
 
-        assert np.array_equal(logits, hidden @ head)
+        # Two products: on some processors they sum in different orders.
+        np.testing.assert_allclose(logits, hidden @ head, rtol=2e-6, atol=2e-6)
         assert logits.dtype == jnp.float32
         if "tie_embeddings" in changes:
             assert np.array_equal(head, params["embed"]["embedding"].T)

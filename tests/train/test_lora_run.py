@@ -11,10 +11,11 @@ import pytest
 
 from bitmamba.io.load import load_params, load_trainable
 from bitmamba.io.runs import load_run
-from bitmamba.models import variables
+from bitmamba.models import build_model, init_params, variables
 from bitmamba.paths import flatten
 from bitmamba.train import loop
 from bitmamba.train.build import run_model
+from bitmamba.train.merging import write_model
 from bitmamba.train.start import read_config, read_data
 from configs import lora, sft
 
@@ -53,12 +54,18 @@ def run(config, data=None):
     return loop.run(config, data or read_data(config))()
 
 
+def make_base(folder, seed=0, **changes):
+    """A checkpoint of fresh parameters."""
+    config = settings(folder, sft.get_config, **changes)
+    params = init_params(build_model(config.model), jax.random.key(seed))
+    write_model(params, config, folder, step=1, extra={})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A full run of one step: the base that adapters are trained on."""
-    workdir = tmp_path_factory.mktemp("base") / "run"
-    assert run(settings(workdir, sft.get_config, **{"train.steps": 1})) == 0
-    return workdir
+    """What adapters are trained on."""
+    return make_base(tmp_path_factory.mktemp("base") / "run")
 
 
 def adapters(workdir, base, **changes):
@@ -137,8 +144,7 @@ def test_a_stop_and_the_rest_are_bit_equal_to_all_at_once(unbroken, base, tmp_pa
 def test_adapters_are_refused_by_another_base(unbroken, base, tmp_path):
     moved, changed = tmp_path / "run", tmp_path / "base"
     shutil.copytree(unbroken, moved)
-    other = settings(changed, sft.get_config, **{"train.steps": 1, "seed": 1})
-    assert run(other) == 0
+    make_base(changed, seed=1)
     kept = base.with_name("kept")
     base.rename(kept)
     try:
@@ -170,6 +176,7 @@ def test_adapters_alone_are_no_start_of_another_run(unbroken, tmp_path):
 
 def test_the_base_is_kept_beside_adapters_that_began_from_a_seed(tmp_path):
     changes = {"train.steps": 1, "checkpoint.init_from": None, "loss.tmkl": 0.0}
+    changes |= {"model.layers": "-", "lora.train": ()}
     assert run(adapters(tmp_path / "run", None, **changes)) == 0
 
     tree, _ = load_run(tmp_path / "run")
@@ -180,14 +187,13 @@ def test_the_base_is_kept_beside_adapters_that_began_from_a_seed(tmp_path):
 
 def test_full_training_that_compares_with_its_start_is_refused_another(tmp_path):
     """TMKL would pull towards a model that this run never was."""
-    start, workdir = tmp_path / "start", tmp_path / "run"
-    one = {"train.steps": 1, "model.layers": "-"}
-    assert run(settings(start, sft.get_config, **one)) == 0
+    layers = {"model.layers": "-"}
+    start, workdir = make_base(tmp_path / "start", **layers), tmp_path / "run"
     loss = {"loss.tmkl": 0.1, "loss.base_logits": "cached", "loss.top_k": 4}
-    changes = {"checkpoint.init_from": str(start)} | loss | one
+    changes = layers | loss | {"checkpoint.init_from": str(start), "train.steps": 1}
     assert run(settings(workdir, sft.get_config, **changes)) == 0
     shutil.rmtree(start)
-    assert run(settings(start, sft.get_config, seed=1, **one)) == 0
+    make_base(start, seed=1, **layers)
 
     with pytest.raises(ValueError, match="is not the base that this run began from"):
         run(settings(workdir, sft.get_config, **changes))
