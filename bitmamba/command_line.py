@@ -49,7 +49,10 @@ def one_line_mistakes() -> Iterator[None]:
     except (ValueError, NotImplementedError, OSError) as error:
         if flags.FLAGS.is_parsed() and logging.get_verbosity() >= logging.DEBUG:
             raise
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        # Messages quote files, which may hold what acts on a terminal.
+        line = " ".join(str(error).split())
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        print("error: " + line, file=sys.stderr)
         sys.exit(MISTAKE)
 
 

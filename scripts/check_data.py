@@ -22,6 +22,7 @@ from bitmamba import command_line
 from bitmamba.config import DataConfig
 from bitmamba.config_read import from_config_dict
 from bitmamba.data import DataBundle, build_data
+from bitmamba.data.account import visible
 from bitmamba.data.build import check_refused
 from bitmamba.io.tokenizer import load_tokenizer
 from bitmamba.train import start
@@ -52,7 +53,7 @@ def main() -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_PIPED)
     for line in bundle.account.lines():
-        console.print(Text(_visible(line)), soft_wrap=True)
+        console.print(Text(visible(line)), soft_wrap=True)
     _show_examples(bundle, console)
     check_refused(bundle.account.files, most)
 
@@ -87,15 +88,10 @@ def _show_examples(bundle: DataBundle, console: Console) -> None:
         weights = store.weights_of(span.start, span.stop).tolist()
         tokens = zip(store.tokens[span].tolist(), weights, strict=True)
         for weight, run in itertools.groupby(tokens, key=lambda pair: pair[1]):
-            words = [_visible(bundle.tokenizer.decode([t])) for t, _ in run]
+            words = [visible(bundle.tokenizer.decode([t])) for t, _ in run]
             line = Text(f"{weight:<4g} ", style="bold")
             line.append("│".join(words), style="green" if weight else "dim")
             console.print(line)
-
-
-def _visible(text: str) -> str:
-    """Control characters written out; they would act on the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 # Reasons that the settings ask for; they do not count as faults of the data.
 WANTED = ("score too low", "also in the held-out text")
 EXAMPLES_KEPT = 3
+_MAX_DETAIL = 300
+
+
+def visible(text: str) -> str:
+    """Control characters written out; they would act on the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 @dataclass
@@ -36,7 +42,14 @@ class FileAccount:
         self.refused[reason] += 1
         kept = self.examples.setdefault(reason, [])
         if len(kept) < EXAMPLES_KEPT:
-            kept.append(f"{self.path}:{line}: {detail or reason}")
+            # Details quote the row, which may be of any length and content.
+            detail = visible((detail or reason)[:_MAX_DETAIL])
+            kept.append(f"{self.path}:{line}: {detail}")
+
+    def check(self) -> None:
+        """Every row is in one of the three places, once."""
+        placed = self.trained + self.held_out + sum(self.refused.values())
+        assert self.rows == placed, f"{self.path}: {self.rows} rows, {placed} placed"
 
     @property
     def faults(self) -> int:

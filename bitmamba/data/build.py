@@ -179,8 +179,11 @@ def _load(
     _check_tokenizer(tokenizer, vocab_size)
     template = load_template(cfg.template, tokenizer)
     loader = Loader(cfg, template, tokenizer, vocab_size)
-    for role, name, path in paths:
-        loader.load(name, path, role=role)
+    try:
+        for role, name, path in paths:
+            loader.load(name, path, role=role)
+    finally:
+        template.close()
     check_refused(loader.files, cfg.max_refused_share)
     return template, loader
 

@@ -54,6 +54,10 @@ class Template(Protocol):
         """The conversation so far and the opening of the answer."""
         ...
 
+    def close(self) -> None:
+        """Release what it holds; it may be used again."""
+        ...
+
 
 class BuiltinTemplate:
     """<|user|>question<|assistant|>answer, end-of-text, and so on.
@@ -94,6 +98,9 @@ class BuiltinTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> list[Segment]:
         return [*self.segments(messages), self._marker("<|assistant|>", False)]
+
+    def close(self) -> None:
+        """Holds nothing."""
 
 
 def load_template(path: str | None, tokenizer: DataTokenizer) -> Template:

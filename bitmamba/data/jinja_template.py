@@ -1,243 +1,150 @@
-"""Chat templates of others, in Jinja.
+"""Chat templates of others, in Jinja, each in a process of its own.
 
-A template is a program from elsewhere: it runs in jinja2's immutable sandbox, and its
-source, its output, its steps and its time are limited. What is trained is what it
-marks with {% generation %} … {% endgeneration %}; without marks, what each assistant
-message adds to the rendering of the messages before it (with the opening of an answer).
+A template is a program from elsewhere. jinja2's sandbox keeps it from our objects, but
+not from filling the memory or computing for ever in one expression; a process with
+limits does. `jinja_worker` is that process, `jinja_render` what it does.
 """
 
+import contextlib
 import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from typing import Any
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 
 from bitmamba.data.chat import DataTokenizer, Segment
 from bitmamba.data.example import Message, Refused
-from bitmamba.data.formats.hybrid import ANSWER_TAG, THOUGHT_TAG
 
 MAX_SOURCE_BYTES = 256 * 1024
-MAX_OUTPUT_CHARS = 4 * 2**20
-MAX_STEPS = 1_000_000
-TIMEOUT_S = 10.0
-# Marks of trained spans; refused in content, so they cannot be forged.
-_OPEN, _CLOSE = "\ue000\ue001\ue000", "\ue000\ue002\ue000"
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} puts the marks around its body."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        marks = [
-            jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]).set_lineno(line)
-            for mark in (_OPEN, _CLOSE)
-        ]
-        return [marks[0], *body, marks[1]]
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also refuses to multiply text or lists to a size that fills the memory."""
-
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(v) for v in (left, right) if hasattr(v, "__len__")]
-        numbers = [abs(v) for v in (left, right) if isinstance(v, int | float)]
-        too_long = operator == "*" and sizes and numbers and sizes[0] * numbers[0]
-        too_big = operator == "**" and any(n > 1000 for n in numbers)
-        if too_big or max(too_long or 0, sum(sizes)) > MAX_OUTPUT_CHARS:
-            raise jinja2.TemplateError("a value grows too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-class _TooManySteps(Exception):
-    """Lines of the compiled template; the same number on every machine."""
-
-
-@contextmanager
-def _limits() -> Iterator[None]:
-    """Interrupts template code at its next line, loops without output included.
-
-    The steps decide which rows are trained. Time (of this thread, computing) is the
-    second line of defence, and an error: a busy machine must not change the data.
-    """
-    steps, deadline = 0, time.thread_time() + TIMEOUT_S
-    before = sys.gettrace()
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal steps
-        if frame.f_code.co_filename != "<template>":
-            return None
-        steps += 1
-        if steps > MAX_STEPS:
-            raise _TooManySteps
-        if time.thread_time() > deadline:
-            raise _TooSlow
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-class _TooSlow(Exception):
-    """Over the time limit."""
+MEMORY_BYTES = 512 * 2**20
+TIMEOUT_S = 10  # of computing, for one row
+# It cannot wait, only compute; beyond this the machine itself stands still.
+_WAIT_S = 600.0
+_WORKER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from bitmamba.data.jinja_worker import main
+main()
+"""
 
 
 class JinjaTemplate:
-    """A chat template file; see the module."""
+    """A chat template file; see the module.
+
+    source: the file's bytes. where: its name, for messages.
+
+    Raises:
+        ValueError: too large, not a template, or over its limits when compiled.
+    """
 
     name = "jinja"
 
     def __init__(self, source: bytes, tokenizer: DataTokenizer, *, where: str):
         if len(source) > MAX_SOURCE_BYTES:
             raise ValueError(
-                f"{where}: {len(source)} bytes; at most {MAX_SOURCE_BYTES}"
+                f"{where}: {len(source)} bytes; expected at most {MAX_SOURCE_BYTES}"
             )
-        environment = _Sandbox(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        # No strftime_now: a prompt that holds today's date is another one tomorrow.
-        environment.globals["raise_exception"] = _raise_exception
         try:
-            self._template = environment.from_string(source.decode("utf-8"))
-        except (UnicodeDecodeError, jinja2.TemplateError, RecursionError) as error:
+            text = source.decode("utf-8")
+        except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not a Jinja template ({error})") from None
+        bos = tokenizer.bos_id
+        self._first = {
+            "source": text,
+            "special_tokens": list(tokenizer.special_tokens),
+            "bos": "" if bos is None else tokenizer.decode([bos]),
+            "eos": tokenizer.decode([tokenizer.eot_id]),
+        }
         self._where = where
         self.fingerprint = hashlib.sha256(source).hexdigest()
-        self._special = [s for s in tokenizer.special_tokens if s]
-        # The tags are ours to write; content may bring them.
-        self._forbidden = [
-            s for s in self._special if s not in (THOUGHT_TAG, ANSWER_TAG)
-        ] + [_OPEN, _CLOSE]
-        bos = tokenizer.bos_id
-        self._tokens = {
-            "bos_token": "" if bos is None else tokenizer.decode([bos]),
-            "eos_token": tokenizer.decode([tokenizer.eot_id]),
-        }
+        self._process: subprocess.Popen | None = None
+        self._end: Any = None
+        self._start()
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        rendered = self._render(messages)
-        if _OPEN in rendered:
-            spans = _marked_spans(rendered, messages)
-            rendered = rendered.replace(_OPEN, "").replace(_CLOSE, "")
-        else:
-            spans = self._spans_by_prefix(rendered, messages)
-        if not spans:
-            raise Refused("no trained span", "the template writes no answer")
-        return _cut(rendered, spans)
+        """The pieces of a conversation.
+
+        Raises:
+            Refused: the template cannot write it, or over its steps or its output.
+            ValueError: over the limits of time or memory.
+        """
+        return self._ask("segments", messages)
 
     def prompt(self, messages: Sequence[Message]) -> list[Segment]:
-        text = self._render(messages, add_generation_prompt=True)
-        return [
-            Segment(text.replace(_OPEN, "").replace(_CLOSE, ""), False, markup=True)
-        ]
+        """The conversation so far and the opening of the answer; as `segments`."""
+        return self._ask("prompt", messages)
 
-    def _spans_by_prefix(
-        self, rendered: str, messages: Sequence[Message]
-    ) -> list[tuple[int, int]]:
-        spans = []
-        for index, message in enumerate(messages):
-            if message.role != "assistant" or not message.trained:
-                continue
-            before = self._render(messages[:index], add_generation_prompt=True)
-            after = self._render(messages[: index + 1])
-            if not (after.startswith(before) and rendered.startswith(after)):
-                raise Refused(
-                    "template rewrites earlier turns",
-                    f"message {index + 1}: its rendering is no continuation of the "
-                    "messages before it; mark answers with {% generation %}",
-                )
-            if _content(message).strip() not in after[len(before) :]:
-                raise Refused("template drops the answer", f"message {index + 1}")
-            spans.append((len(before), len(after)))
-        return spans
+    def close(self) -> None:
+        """End the process; it is started again when needed."""
+        if self._end is not None:
+            self._end()
+        self._process = None
 
-    def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
-    ) -> str:
-        turns = [{"role": m.role, "content": _content(m)} for m in messages]
-        for turn in turns:
-            for token in self._forbidden:
-                if token in turn["content"]:
-                    raise Refused("spells a special token", repr(token))
-        try:
-            with _limits():
-                pieces, size = [], 0
-                for piece in self._template.generate(
-                    messages=turns,
-                    tools=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._tokens,
-                ):
-                    size += len(piece)
-                    if size > MAX_OUTPUT_CHARS:
-                        raise Refused("template writes too much", f"{size} characters")
-                    pieces.append(piece)
-        except _TooManySteps:
-            raise Refused("template too slow", f"over {MAX_STEPS:,} steps") from None
-        except _TooSlow:
-            raise ValueError(
-                f"{self._where}: over {TIMEOUT_S:g} s of computing for one row"
-            ) from None
-        except Refused:
-            raise
-        except Exception as error:  # whatever a foreign program may raise
-            detail = f"{type(error).__name__}: {error}"[:200]
-            raise Refused("template refuses the row", detail) from None
-        return "".join(pieces)
+    def _start(self) -> None:
+        kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # no tokens, no settings
+        environment = {k: os.environ[k] for k in kept if k in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _WORKER, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment | {"OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # signals of the terminal are not for it
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        limits = {"memory_bytes": MEMORY_BYTES, "timeout_s": TIMEOUT_S}
+        self._exchange(limits, self._first)
 
+    def _ask(self, call: str, messages: Sequence[Message]) -> list[Segment]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        answer = self._exchange({"call": call, "messages": [list(m) for m in messages]})
+        if "refused" in answer:
+            raise Refused(*answer["refused"])
+        return [Segment(*segment) for segment in answer["segments"]]
 
-def _content(message: Message) -> str:
-    if not message.thought:
-        return message.content
-    return f"{THOUGHT_TAG}{message.thought}{ANSWER_TAG}{message.content}"
+    def _exchange(self, *requests: dict[str, Any]) -> dict[str, Any]:
+        """Send, and read one answer."""
+        process = self._process
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # told by its exit code
+            for request in requests:
+                process.stdin.write(json.dumps(request).encode("ascii") + b"\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], _WAIT_S)[0]:
+                line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise ValueError(f"{self._where}: {self._why_it_ended()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            self.close()
+            raise ValueError(f"{self._where}: {answer['error']}")
+        return answer
 
-
-def _marked_spans(rendered: str, messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """Spans in the rendering without its marks; of trained messages only."""
-    spans, removed, at = [], 0, 0
-    while (start := rendered.find(_OPEN, at)) >= 0:
-        stop = rendered.find(_CLOSE, start)
-        inside = start + len(_OPEN)
-        if stop < 0 or _OPEN in rendered[inside:stop]:
-            raise Refused("no trained span", "{% generation %} blocks are nested")
-        removed += len(_OPEN)
-        spans.append((inside - removed, stop - removed))
-        removed += len(_CLOSE)
-        at = stop + len(_CLOSE)
-    answers = [m for m in messages if m.role == "assistant"]
-    if all(m.trained for m in answers):
-        return spans
-    if len(spans) != len(answers):
-        detail = f"{len(spans)} marked spans for {len(answers)} answers"
-        raise Refused("no trained span", detail)
-    return [s for s, m in zip(spans, answers, strict=True) if m.trained]
+    def _why_it_ended(self) -> str:
+        process = self._process
+        if process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        code = process.poll()
+        self.close()
+        if code is None:
+            return f"no answer within {_WAIT_S:g} s"
+        if code == -signal.SIGXCPU:
+            return f"over {TIMEOUT_S} s of computing for one row"
+        return f"its process ended with exit code {code}; expected it to render the row"
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
-    made, at = [], 0
-    for start, stop in spans:
-        made.append(Segment(text[at:start], False, markup=True))
-        made.append(Segment(text[start:stop], True, markup=True))
-        at = stop
-    made.append(Segment(text[at:], False, markup=True))
-    return [s for s in made if s.text]
+def _end(process: subprocess.Popen) -> None:
+    """Also when the template is forgotten: no process is left behind."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()
+    process.wait()

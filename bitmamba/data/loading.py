@@ -19,7 +19,9 @@ from bitmamba.data.store import StoreBuilder, TokenStore
 
 REPLAY_CATEGORY = "replay"
 MAX_CATEGORIES = 256
+# Rows encoded together: many short ones, few long ones.
 _ROWS_AT_ONCE = 512
+_BYTES_AT_ONCE = 8 * 2**20
 
 
 @dataclass
@@ -61,18 +63,21 @@ class Loader:
         account = FileAccount(path=name, role=role, sha256=sha256)
         self.files.append(account)
         waiting: list[tuple[int, Example]] = []
+        n_bytes = 0
         for line in read_lines(path, notes=account.notes):
             account.rows += 1
+            n_bytes += line.n_bytes
             try:
                 if line.refused:
                     raise line.refused
                 waiting.append((line.number, self._example(line.row, account)))
             except Refused as refused:
                 account.refuse(line.number, refused.reason, refused.detail)
-            if len(waiting) == _ROWS_AT_ONCE:
+            if len(waiting) >= _ROWS_AT_ONCE or n_bytes >= _BYTES_AT_ONCE:
                 self._encode(waiting, account)
-                waiting = []
+                waiting, n_bytes = [], 0
         self._encode(waiting, account)
+        account.check()
         if account.rows == 0:
             raise ValueError(
                 f"data.{role}: {name} has no rows; expected JSON objects, one a line"
@@ -130,12 +135,19 @@ class Loader:
     def _encode(
         self, rows: Sequence[tuple[int, Example]], account: FileAccount
     ) -> None:
-        documents = encode_examples(
-            [example for _, example in rows],
-            template=self.template,
-            tokenizer=self.tokenizer,
-            thought=self.cfg.thought,
-        )
+        try:
+            documents = encode_examples(
+                [example for _, example in rows],
+                template=self.template,
+                tokenizer=self.tokenizer,
+                thought=self.cfg.thought,
+            )
+        except ValueError as error:  # of one row: which?
+            if len(rows) == 1:
+                raise ValueError(f"{account.path}:{rows[0][0]}: {error}") from None
+            for row in rows:
+                self._encode([row], account)
+            return
         for (line, example), document in zip(rows, documents, strict=True):
             try:
                 if isinstance(document, Refused):
@@ -146,6 +158,8 @@ class Loader:
                 account.refuse(line, refused.reason, refused.detail)
 
     def _check_ids(self, document: Encoded, where: str) -> None:
+        if not len(document.tokens):
+            raise Refused("no token", "nothing is left of the row after encoding")
         highest = int(document.tokens.max())
         if highest >= self.vocab_size:
             raise ValueError(
@@ -158,7 +172,9 @@ class Loader:
             heldout = _is_held_out(example, self.cfg.heldout_share)
             stream = "sft_heldout" if heldout else "sft"
             pieces = self._fitted(document, example, account)
-            category = self._category(example.category or _stem(account.path))
+            category = self._category(
+                example.category or _stem(account.path), account.path
+            )
         else:
             heldout = account.role == "heldout_replay"
             stream, pieces, category = account.role, [document], 0
@@ -186,11 +202,12 @@ class Loader:
         account.truncated += cut
         return [kept]
 
-    def _category(self, name: str) -> int:
+    def _category(self, name: str, path: str) -> int:
         number = self._categories.setdefault(name, len(self._categories))
         if number > MAX_CATEGORIES:
             raise ValueError(
-                f"data.sft: more than {MAX_CATEGORIES} categories, e.g. {name!r}; "
+                f"data.sft: {path}: more than {MAX_CATEGORIES} categories, e.g. "
+                f"{name!r}; "
                 "expected few enough to evaluate each; merge the 'category' keys"
             )
         return number

@@ -2,13 +2,14 @@
 
 Lines end at b"\\n" and nowhere else (U+2028 is text). A byte-order mark, CRLF, blank
 lines and a missing last newline are accepted. A line that cannot be a row is refused
-with its number and reason; the file goes on.
+with its number and reason; the file goes on. HOSTILE.md has the limits.
 """
 
 import gzip
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,35 +18,65 @@ from typing import Any, NamedTuple
 from bitmamba.data.example import Refused
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_DEPTH = 64
+# Of a packed file; JSON packs 20-fold at best, gzip at most 1032-fold.
+MAX_RATIO = 200
+MIN_UNPACKED_BYTES = 2**28
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 _BOM = b"\xef\xbb\xbf"
 # json has joined the pairs already; what is left is alone.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Line(NamedTuple):
-    """One line that is not blank: a row, or why it is none."""
+    """One line that is not blank: a row, or why it is none; n_bytes: its length."""
 
     number: int
     row: dict[str, Any] | None
     refused: Refused | None
+    n_bytes: int = 0
+
+
+class _Unpacked:
+    """A gzip file that may not unpack to far more than its size."""
+
+    def __init__(self, file: Any, path: Path):
+        self._file, self._path = file, path
+        self._left = max(MIN_UNPACKED_BYTES, MAX_RATIO * path.stat().st_size)
+
+    def readline(self, size: int) -> bytes:
+        raw = self._file.readline(size)
+        self._left -= len(raw)
+        if self._left < 0:
+            raise ValueError(
+                f"{self._path}: gzip: unpacks to more than {MAX_RATIO} times its size; "
+                "expected text; unpack it yourself if it is meant"
+            )
+        return raw
 
 
 def read_lines(path: Path, *, notes: Counter[str]) -> Iterator[Line]:
-    """Read a JSONL file (.gz too) line by line.
+    """Read a JSONL file (gzip too) line by line.
 
     Args:
         path: the file.
         notes: counts what was accepted but is worth telling; added to.
 
     Raises:
-        ValueError: the file as a whole is something else (UTF-16, damaged gzip).
+        ValueError: the file as a whole is something else (UTF-16, damaged gzip, a
+            gzip that unpacks to far more than its size).
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as file:
+    with path.open("rb", buffering=2**20) as file:
+        packed = file.read(2) == b"\x1f\x8b" or path.suffix == ".gz"
+        file.seek(0)
+        if not packed:
             yield from _lines(file, path, notes)
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path}: damaged gzip ({error})") from None
+            return
+        try:
+            with gzip.open(file) as unpacked:
+                yield from _lines(_Unpacked(unpacked, path), path, notes)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: damaged gzip ({error})") from None
 
 
 def _lines(file: Any, path: Path, notes: Counter[str]) -> Iterator[Line]:
@@ -58,7 +89,7 @@ def _lines(file: Any, path: Path, notes: Counter[str]) -> Iterator[Line]:
             size = len(raw) + _skip_line(file, raw)
             limit = MAX_LINE_BYTES // 2**20
             detail = f"{size:,} bytes; the limit is {limit} MiB"
-            yield Line(number, None, Refused("line too long", detail))
+            yield Line(number, None, Refused("line too long", detail), len(raw))
         elif not raw.strip():
             notes["blank lines"] += 1
         else:
@@ -93,9 +124,9 @@ def _parse(number: int, raw: bytes, notes: Counter[str]) -> Line:
             row, repaired = _repair(row)
             if repaired:
                 notes["rows with lone surrogates, replaced by U+FFFD"] += 1
-        return Line(number, row, None)
+        return Line(number, row, None, len(raw))
     except Refused as refused:
-        return Line(number, None, refused)
+        return Line(number, None, refused, len(raw))
 
 
 def _row(raw: bytes) -> dict[str, Any]:
@@ -107,7 +138,7 @@ def _row(raw: bytes) -> dict[str, Any]:
     try:
         row = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except RecursionError:
-        raise Refused("nested too deeply") from None
+        raise Refused("nested too deeply", _TOO_DEEP) from None
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at column {error.colno}"
         if text.strip() in ("[", "]") or text.rstrip().endswith(("},", "}]")):
@@ -118,7 +149,23 @@ def _row(raw: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         kind = "array" if isinstance(row, list) else type(row).__name__
         raise Refused("not a JSON object", f"{kind}; expected one object a line")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(row)
     return row
+
+
+_TOO_DEEP = f"more than {MAX_DEPTH} levels"
+
+
+def _check_depth(row: dict[str, Any]) -> None:
+    """Without recursion: how deep Python itself may go differs by version."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        parts = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for part in parts for v in part if isinstance(v, dict | list)]
+        if not level:
+            return
+    raise Refused("nested too deeply", _TOO_DEEP)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,8 +191,7 @@ def _repair(value: Any) -> tuple[Any, bool]:
         parts = [_repair(v) for v in value]
         return [v for v, _ in parts], any(r for _, r in parts)
     if isinstance(value, dict):
-        parts = {_repair(k)[0]: _repair(v) for k, v in value.items()}
-        made = {k: v for k, (v, _) in parts.items()}
+        made = _object([(_repair(k)[0], _repair(v)[0]) for k, v in value.items()])
         return made, made != value
     return value, False
 
@@ -170,8 +216,21 @@ def checked_text(value: Any, name: str, *, empty: bool = False) -> str:
 def number_field(row: dict[str, Any], key: str) -> float:
     """A finite number of the row."""
     value = row.get(key)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # json reads 1e999 as infinity.
-    if not number or not math.isfinite(value):
+    if not is_number(value):
         raise Refused("not a number", f"{key!r} is {value!r}"[:80])
     return float(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a row is a number that float64 holds."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)  # json reads 1e999 as infinity
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
+def is_weight(value: float) -> bool:
+    """Whether a number can weigh a loss: 0, or far from the ends of float32."""
+    return value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT

@@ -1,11 +1,13 @@
-"""Chat templates of others: what is trained, and what they may not do."""
+"""Chat templates of others: what is trained, and what they may not do.
+
+What the process around them keeps them from is in test_jinja_process.
+"""
 
 import sys
 
 import pytest
 
-from bitmamba.data import jinja_template
-from bitmamba.data.chat import load_template
+from bitmamba.data import jinja_render
 from bitmamba.data.encode import encode_examples, encode_prompt
 from bitmamba.data.example import Message, Refused
 from bitmamba.data.formats import parse_row
@@ -32,14 +34,15 @@ FOUR = {
 PAIR = {"prompt": "q", "completion": "a"}
 
 
-@pytest.fixture
-def template(tmp_path):
-    def template(source, tokenizer=None):
-        path = tmp_path / "template.jinja"
-        path.write_text(source)
-        return load_template(str(path), tokenizer or ByteTokenizer())
-
-    return template
+def template(source, tokenizer=None):
+    """As the template's process makes it."""
+    tokenizer = tokenizer or ByteTokenizer()
+    return jinja_render.Renderer(
+        source,
+        special_tokens=list(tokenizer.special_tokens),
+        bos="" if tokenizer.bos_id is None else "<|bos|>",
+        eos="<|endoftext|>",
+    )
 
 
 def trained(template, row):
@@ -49,14 +52,14 @@ def trained(template, row):
     return [s.text for s in segments if s.trained], "".join(s.text for s in segments)
 
 
-def test_b021_without_marks_answers_are_found_by_rendering_prefixes(template):
+def test_b021_without_marks_answers_are_found_by_rendering_prefixes():
     answers, whole = trained(template(CHATML), FOUR)
 
     assert answers == ["a1<|im_end|>\n", "a2<|im_end|>\n"]
     assert whole.startswith("<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1")
 
 
-def test_generation_blocks_are_what_is_trained(template):
+def test_generation_blocks_are_what_is_trained():
     answers, whole = trained(template(MARKED), FOUR)
 
     assert answers == ["a1<|endoftext|>", "a2<|endoftext|>"]
@@ -64,7 +67,7 @@ def test_generation_blocks_are_what_is_trained(template):
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "marks"])
-def test_only_trained_messages_are_trained(template, source):
+def test_only_trained_messages_are_trained(source):
     row = {
         "prompt": FOUR["messages"][:3],
         "completion": FOUR["messages"][3:],
@@ -77,7 +80,7 @@ def test_only_trained_messages_are_trained(template, source):
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED], ids=["chatml", "own end"])
-def test_b018_the_document_ends_in_one_trained_end_of_text(template, source):
+def test_b018_the_document_ends_in_one_trained_end_of_text(source):
     tokenizer = ByteTokenizer()
     _, example = parse_row(PAIR)
 
@@ -91,7 +94,7 @@ def test_b018_the_document_ends_in_one_trained_end_of_text(template, source):
 
 
 @pytest.mark.parametrize("source", [CHATML, "{{ bos_token }}" + CHATML, MARKED])
-def test_b025_one_bos_whoever_writes_it(template, source):
+def test_b025_one_bos_whoever_writes_it(source):
     tokenizer = ByteTokenizer(bos=True)
     made = template(source, tokenizer)
     _, example = parse_row(PAIR)
@@ -104,7 +107,7 @@ def test_b025_one_bos_whoever_writes_it(template, source):
     assert document.tokens[: len(prompt)].tolist() == prompt
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(template):
+def test_a_template_that_rewrites_earlier_turns_is_refused():
     source = (
         "{% for m in messages %}{{ m.role }}{{ m.content if loop.last }}{% endfor %}"
     )
@@ -115,22 +118,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(template):
     assert refused.value.reason == "template rewrites earlier turns"
 
 
-def test_a_template_that_drops_the_answer_is_refused(template):
+def test_a_template_that_drops_the_answer_is_refused():
     with pytest.raises(Refused) as refused:
         trained(template("{% for m in messages %}{{ m.role }};{% endfor %}"), FOUR)
 
     assert refused.value.reason == "template drops the answer"
 
 
-@pytest.mark.parametrize("text", ["<|endoftext|>", jinja_template._OPEN])
-def test_content_cannot_forge_markup(template, text):
+@pytest.mark.parametrize("text", ["<|endoftext|>", jinja_render._OPEN])
+def test_content_cannot_forge_markup(text):
     with pytest.raises(Refused) as refused:
         trained(template(MARKED), {"prompt": text, "completion": "a"})
 
     assert refused.value.reason == "spells a special token"
 
 
-def test_thoughts_are_tagged(template):
+def test_thoughts_are_tagged():
     answers, _ = trained(
         template(MARKED), {"prompt": "q", "thought": "t", "answer": "a"}
     )
@@ -151,9 +154,13 @@ def test_thoughts_are_tagged(template):
         "{{ 10 ** 100000000 }}",
         "{% include '/etc/hostname' %}",
         "{{ range(10000000) | list }}",
+        "{% set n = namespace(x=3) %}{% for i in range(20) %}"
+        "{% set n.x = n.x * n.x %}{% endfor %}",
+        "{{ lipsum() }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_the_sandbox_refuses(template, body):
+def test_the_sandbox_refuses(body):
     with pytest.raises(Refused) as refused:
         trained(template(body + MARKED), PAIR)
 
@@ -168,9 +175,9 @@ LOOPS += "{% endfor %}"
     ("body", "reason"),
     [("", "template too slow"), ("x", "template writes too much")],
 )
-def test_output_and_steps_are_limited(template, monkeypatch, body, reason):
-    monkeypatch.setattr(jinja_template, "MAX_STEPS", 20_000)
-    monkeypatch.setattr(jinja_template, "MAX_OUTPUT_CHARS", 1_000)
+def test_output_and_steps_are_limited(monkeypatch, body, reason):
+    monkeypatch.setattr(jinja_render, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(jinja_render, "MAX_OUTPUT_CHARS", 1_000)
     tracer = sys.gettrace()
 
     with pytest.raises(Refused) as refused:
@@ -180,18 +187,27 @@ def test_output_and_steps_are_limited(template, monkeypatch, body, reason):
     assert sys.gettrace() is tracer
 
 
-def test_time_is_limited_and_never_decides_about_a_row(template, monkeypatch):
-    monkeypatch.setattr(jinja_template, "TIMEOUT_S", 0.05)
-    monkeypatch.setattr(jinja_template, "MAX_STEPS", 10**9)
+def test_calls_are_steps(monkeypatch):
+    """Work in filters, which are no lines of the template."""
+    monkeypatch.setattr(jinja_render, "MAX_STEPS", 20_000)
+    body = "{% set x = range(9999) | map('center', 9) | list | length %}"
 
-    with pytest.raises(ValueError, match=r"template\.jinja: over 0\.05 s of computing"):
-        trained(template(LOOPS.replace("BODY", "")), PAIR)
+    with pytest.raises(Refused) as refused:
+        trained(template(body * 20 + MARKED), PAIR)
+
+    assert refused.value.reason == "template too slow"
 
 
-def test_the_source_is_limited_and_must_be_a_template(template):
-    with pytest.raises(ValueError, match="at most 262"):
-        template("x" * 300_000)
+def test_half_a_character_is_refused():
+    with pytest.raises(Refused) as refused:
+        trained(template('{{ "\\ud800" }}' + MARKED), PAIR)
+
+    assert refused.value.reason == "template writes half a character"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ x|random }}", "{% macro %}", "{%" * 9]
+)
+def test_what_is_no_template_is_told(source):
     with pytest.raises(ValueError, match="not a Jinja template"):
-        template("{% for %}")
-    with pytest.raises(ValueError, match="no such file"):
-        load_template("nowhere.jinja", ByteTokenizer())
+        template(source)

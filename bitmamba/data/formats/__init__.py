@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from bitmamba.data.example import Example, Refused
 from bitmamba.data.formats import chat, hybrid, pairs, tokens
-from bitmamba.data.records import checked_text, number_field, text_field
+from bitmamba.data.records import (
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    checked_text,
+    is_weight,
+    number_field,
+    text_field,
+)
 
 
 class Format(NamedTuple):
@@ -64,8 +71,9 @@ def _with_common_fields(row: dict[str, Any], example: Example) -> Example:
             raise Refused("reserved category", "'replay' is the replay text's own")
     if "weight" in row:
         weight = number_field(row, "weight")
-        if weight < 0:
-            raise Refused("not a weight", f"'weight' is {weight:g}; expected >= 0")
         if weight == 0:
             raise Refused("weight 0", "nothing would be learnt from it")
+        if not is_weight(weight):
+            expected = f"expected {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            raise Refused("not a weight", f"'weight' is {weight:g}; {expected}")
     return replace(example, category=category, weight=weight)

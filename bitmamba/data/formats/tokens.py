@@ -3,6 +3,7 @@
 from typing import Any
 
 from bitmamba.data.example import Example, Refused
+from bitmamba.data.records import MAX_WEIGHT, MIN_WEIGHT, is_weight
 
 NO_LOSS = -100
 _MAX_ID = 2**31 - 1
@@ -17,7 +18,8 @@ def parse(row: dict[str, Any]) -> Example:
     if not _is_list_of(ids, int) or not ids:
         raise Refused("not token ids", "'input_ids': expected integers, at least one")
     if min(ids) < 0 or max(ids) > _MAX_ID:
-        raise Refused("not token ids", f"'input_ids' has {min(ids)}, {max(ids)}")
+        detail = f"'input_ids' has {min(ids)}, {max(ids)}; expected 0 to {_MAX_ID}"
+        raise Refused("not token ids", detail)
     mask = [1.0] * len(ids)
     if "loss_mask" in row and "labels" in row:
         raise Refused("two masks", "both 'loss_mask' and 'labels'; expected one")
@@ -39,8 +41,9 @@ def _mask(value: Any, n: int) -> list[float]:
         value = [int(v) for v in value]
     if not _is_list_of(value, int | float) or len(value) != n:
         raise Refused("not a loss mask", f"'loss_mask': expected {n} numbers")
-    if n and not all(0 <= v < float("inf") for v in value):
-        raise Refused("not a loss mask", "'loss_mask': expected finite numbers >= 0")
+    if not all(map(is_weight, value)):
+        expected = f"expected 0 or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        raise Refused("not a loss mask", f"'loss_mask': {expected}")
     return [float(v) for v in value]
 
 
