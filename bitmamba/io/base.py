@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from bitmamba import paths
 from bitmamba.assets_path import resolve
+from bitmamba.io.tensors import read_header, read_tensors
 from bitmamba.quant.ternary import pack_tree, unpack_tree
 from bitmamba.types import Params
 
@@ -26,7 +27,12 @@ def load_base(folder: str | Path = BASE) -> Params:
     path = resolve(str(folder)) / _FILE
     if not path.is_file():
         raise ValueError(f"{folder}: {_FILE} is missing; expected the bundled base")
-    return paths.unflatten(unpack_tree(load_file(path)))
+    named = read_tensors(path, read_header(path))
+    try:
+        flat = unpack_tree(named)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return paths.unflatten(flat)
 
 
 def save_base(params: Params, folder: Path) -> int:

@@ -1,40 +1,17 @@
 """Reading a PEFT folder: everything in it is used, or the folder is refused."""
 
 import difflib
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
+from bitmamba.io import tensors
 from bitmamba.io.peft import CONFIG, FACTORS, MAGNITUDE, PREFIX, WEIGHTS, module_name
+from bitmamba.io.peft_settings import Settings, read_settings, short
 from bitmamba.types import AdapterSite, AdapterSpec
-
-# Settings that change what the tensors mean, and the values that leave it as it is.
-_PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-    "lora_bias": (False,),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "velora_config": (None,),
-    # Others (pissa, olora, loftq, ...) have changed the base's weights as well.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-}
 
 
 class PeftAdapter(NamedTuple):
@@ -63,28 +40,30 @@ def read_peft(folder: Path, *, sites: Sequence[AdapterSite]) -> PeftAdapter:
             setting, tensor or target name that we would ignore; a module that the
             model lacks; a shape that does not fit.
     """
-    settings = _read_settings(folder)
-    tensors = _read_tensors(folder)
-    by_module = _by_module(folder, tensors, sites)
+    settings = read_settings(folder)
+    file = _weights_file(folder)
+    header = tensors.read_header(file)
+    by_module = _by_module(folder, header, sites)
     _check_targets(folder, settings, [module_name(site.path) for site in by_module])
-    rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
+    for site, names in by_module.items():
+        parts = {part: header[name] for part, name in names.items()}
+        _check_parts(folder, site, parts, settings)
+    found = _finite(file, tensors.read_tensors(file, header))
     specs, flat, alphas = [], {}, {}
-    for site, parts in by_module.items():
-        where = f"{folder}: {module_name(site.path)}"
-        a, b, length = _leaves(where, site, parts, dora=dora)
-        rank = a.shape[1]
-        _check_rank(where, settings, site, rank)
-        alpha = _pattern(settings, "alpha", module_name(site.path))
-        scale = alpha / (math.sqrt(rank) if rslora else rank)
-        dropout = float(settings.get("lora_dropout") or 0.0)
+    for site, names in by_module.items():
+        name = module_name(site.path)
+        rank, alpha = settings.rank(name), settings.alpha(name)
+        scale = alpha / (math.sqrt(rank) if settings.rslora else rank)
+        dropout, dora = settings.dropout, settings.dora
         specs.append(
             AdapterSpec(site.path, site.path, site.shape, 0, rank, scale, dropout, dora)
         )
-        alphas[site.path] = float(alpha)
-        flat |= {f"{site.path}/a": a, f"{site.path}/b": b}
-        if length is not None:
-            flat[f"{site.path}/magnitude"] = length
-    return PeftAdapter(tuple(specs), flat, alphas, rslora, dora)
+        alphas[site.path] = alpha
+        leaves = dict(zip(FACTORS[site.path == "embed"], ("a", "b"), strict=True))
+        for part, leaf in {**leaves, MAGNITUDE: "magnitude"}.items():
+            if part in names:  # a transposed vector is itself
+                flat[f"{site.path}/{leaf}"] = np.ascontiguousarray(found[names[part]].T)
+    return PeftAdapter(tuple(specs), flat, alphas, settings.rslora, settings.dora)
 
 
 def as_slices(
@@ -145,58 +124,28 @@ def _cut(
     return flat
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
-    if not file.is_file():
-        raise ValueError(f"{folder}: {CONFIG} is missing; expected a PEFT folder")
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error}); expected an object") from None
-    if not isinstance(settings, dict) or "peft_type" not in settings:
-        raise ValueError(f"{file}: got no peft_type; expected a PEFT configuration")
-    for name, plain in _PLAIN.items():
-        if name in settings and settings[name] not in plain:
-            raise ValueError(
-                f"{file}: {name}: got {settings[name]!r}; expected {plain[0]!r}: other "
-                "values change what the tensors mean, and are not supported"
-            )
-    return settings
-
-
-def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+def _weights_file(folder: Path) -> Path:
     file = folder / WEIGHTS
-    if not file.is_file():
-        pickled = folder / "adapter_model.bin"
+    if file.is_file():
+        return file
+    also = ""
+    if (folder / "adapter_model.bin").exists():
         also = (
-            f"; {pickled.name} is a pickle, which can run code when it is read: save "
+            "; adapter_model.bin is a pickle, which can run code when it is read: save "
+            "it as safetensors where it was made"
         )
-        also += "it as safetensors where it was made"
-        raise ValueError(
-            f"{folder}: {WEIGHTS} is missing; expected a PEFT folder"
-            + (also if pickled.exists() else "")
-        )
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(
-            f"{file}: {error}; expected a whole safetensors file"
-        ) from None
-    for name, value in tensors.items():
-        if not np.isfinite(np.asarray(value, np.float32)).all():
-            raise ValueError(f"{file}: {name}: got NaN or infinity; expected numbers")
-    return {name: np.asarray(value, np.float32) for name, value in tensors.items()}
+    raise ValueError(f"{folder}: {WEIGHTS} is missing; expected a PEFT folder{also}")
 
 
 def _by_module(
-    folder: Path, tensors: Mapping[str, np.ndarray], sites: Sequence[AdapterSite]
-) -> dict[AdapterSite, dict[str, np.ndarray]]:
-    """Tensors by site and part of the name, in order of the model; all are placed."""
+    folder: Path, header: Mapping[str, tensors.Entry], sites: Sequence[AdapterSite]
+) -> dict[AdapterSite, dict[str, str]]:
+    """Tensors' names by site and part, in order of the model; all are placed."""
     known = {module_name(site.path): site for site in sites}
     endings = [*FACTORS[False], *FACTORS[True], MAGNITUDE]
-    found: dict[AdapterSite, dict[str, np.ndarray]] = {}
-    for name, value in tensors.items():
-        where = f"{folder}: {WEIGHTS}: {name}"
+    found: dict[AdapterSite, dict[str, str]] = {}
+    for name, entry in header.items():
+        where = f"{folder}: {WEIGHTS}: {name[:200]}"
         part = next((e for e in endings if name.endswith(f".{e}")), None)
         if part is None:
             copy = name.endswith(".base_layer.weight")
@@ -208,82 +157,80 @@ def _by_module(
             raise ValueError(f"{where}: expected the prefix {PREFIX!r}, once")
         module = name.removeprefix(PREFIX).removesuffix(f".{part}")
         if module not in known:
-            near = difflib.get_close_matches(module, known, n=2, cutoff=0.0)
+            near = difflib.get_close_matches(module[:200], known, n=2, cutoff=0.0)
             raise ValueError(
-                f"{where}: the model has no module {module!r}; nearest: "
+                f"{where}: the model has no module {module[:200]!r}; nearest: "
                 f"{' or '.join(near)}; use the base that it was trained on"
             )
-        found.setdefault(known[module], {})[part] = value
+        if entry.dtype not in tensors.FLOATS:
+            raise ValueError(f"{where}: got dtype {entry.dtype}; expected a float")
+        found.setdefault(known[module], {})[part] = name
     if not found:
         raise ValueError(f"{folder}: {WEIGHTS}: got no tensor; expected adapters")
     return {site: found[site] for site in sites if site in found}
 
 
-def _leaves(
-    where: str, site: AdapterSite, parts: Mapping[str, np.ndarray], *, dora: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(a, b, magnitude or None), shapes checked."""
-    expected = [*FACTORS[site.path == "embed"], *([MAGNITUDE] if dora else [])]
+def _check_parts(
+    folder: Path,
+    site: AdapterSite,
+    parts: Mapping[str, tensors.Entry],
+    settings: Settings,
+) -> None:
+    """Names, shapes and rank of one weight's tensors, before they are read."""
+    where = f"{folder}: {module_name(site.path)}"
+    expected = [*FACTORS[site.path == "embed"], *([MAGNITUDE] if settings.dora else [])]
     if sorted(parts) != sorted(expected):
         raise ValueError(
             f"{where}: got {', '.join(sorted(parts))}; expected {', '.join(expected)}"
         )
-    a, b = (parts[name] for name in expected[:2])
+    a, b = (parts[name].shape for name in expected[:2])
     d_in, d_out = site.shape
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(
-            f"{where}: got A {a.shape} and B {b.shape}; expected (r, {d_in}) and "
-            f"({d_out}, r)"
+            f"{where}: got A {a} and B {b}; expected (r, {d_in}) and ({d_out}, r)"
         )
-    if a.shape[1] != d_in or b.shape[0] != d_out:
+    if a[1] != d_in or b[0] != d_out:
         raise ValueError(
-            f"{where}: got A {a.shape} and B {b.shape} for a weight of {d_in} inputs "
-            f"and {d_out} outputs; expected ({len(a)}, {d_in}) and ({d_out}, {len(a)})"
+            f"{where}: got A {a} and B {b} for a weight of {d_in} inputs "
+            f"and {d_out} outputs; expected ({a[0]}, {d_in}) and ({d_out}, {a[0]})"
         )
-    length = parts[MAGNITUDE] if dora else None
-    if length is not None and length.shape != (d_out,):
+    if settings.dora and parts[MAGNITUDE].shape != (d_out,):
         raise ValueError(
-            f"{where}: got a magnitude of shape {length.shape}; expected ({d_out},)"
+            f"{where}: got a magnitude of shape {parts[MAGNITUDE].shape}; expected "
+            f"({d_out},)"
         )
-    return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T), length
-
-
-def _check_rank(
-    where: str, settings: Mapping[str, Any], site: AdapterSite, rank: int
-) -> None:
-    stated = _pattern(settings, "rank", module_name(site.path))
-    if stated != rank:
+    stated = settings.rank(module_name(site.path))
+    if stated != a[0]:
         raise ValueError(
-            f"{where}: got tensors of rank {rank}; expected {stated} by {CONFIG}"
+            f"{where}: got tensors of rank {a[0]}; expected {stated} by {CONFIG}"
+        )
+    if a[0] > d_in + d_out:
+        raise ValueError(
+            f"{where}: got rank {a[0]}; expected at most {d_in + d_out}: the weight "
+            "itself has no more"
         )
 
 
-def _pattern(settings: Mapping[str, Any], what: str, module: str) -> Any:
-    """The module's rank or alpha, by the rule of PEFT's patterns."""
-    for pattern, value in (settings.get(f"{what}_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    name = {"rank": "r", "alpha": "lora_alpha"}[what]
-    if not isinstance(settings.get(name), int | float):
-        raise ValueError(
-            f"{CONFIG}: {name}: got {settings.get(name)!r}; expected a number"
-        )
-    return settings[name]
+def _finite(file: Path, found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """float32 values; a float64 beyond float32 is infinite in it."""
+    made = {}
+    for name, value in found.items():
+        with np.errstate(over="ignore"):
+            made[name] = np.asarray(value, np.float32)
+        if not np.isfinite(made[name]).all():
+            raise ValueError(f"{file}: {name}: got NaN or infinity; expected numbers")
+    return made
 
 
-def _check_targets(
-    folder: Path, settings: Mapping[str, Any], modules: Sequence[str]
-) -> None:
+def _check_targets(folder: Path, settings: Settings, modules: Sequence[str]) -> None:
     """Every name that the configuration targets must have tensors."""
-    targets = settings.get("target_modules") or []
-    if isinstance(targets, str):
-        return
-    for target in targets:
+    for target in settings.targets:
         if not any(m == target or m.endswith(f".{target}") for m in modules):
             near = difflib.get_close_matches(
-                target, [m.rpartition(".")[2] for m in modules], n=1, cutoff=0.0
+                target[:200], [m.rpartition(".")[2] for m in modules], n=1, cutoff=0.0
             )
             raise ValueError(
-                f"{folder}: target_modules: {target!r} has no tensor in {WEIGHTS}; "
-                f"expected every target to have some; nearest that has: {near[0]!r}"
+                f"{folder}: target_modules: {short(target)} has no tensor in "
+                f"{WEIGHTS}; expected every target to have some; nearest that has: "
+                f"{near[0]!r}"
             )

@@ -6,6 +6,7 @@ A packed byte holds four codes q in {-1, 0, 1} as q + 1, the first in the low bi
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,19 +173,54 @@ def pack_tree(
 
 
 def unpack_tree(named: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """The inverse of `pack_tree`: {path: array}, float16 back to float32."""
-    flat = {}
+    """The inverse of `pack_tree`: {path: array}, float16 back to float32.
+
+    Raises:
+        ValueError: one line naming the array that `pack_tree` cannot have made.
+    """
+    flat: dict[str, np.ndarray] = {}
     for name, value in named.items():
         path, _, part = name.rpartition(".")
+        value = np.asarray(value)
         if part == "codes":
-            codes = unpack_ternary(value, int(named[f"{path}.columns"]))
-            flat[path] = latent_from_codes(codes, float(named[f"{path}.scale"]))
+            flat[path] = _unpack_codes(path, value, named)
         elif part not in ("scale", "columns"):
-            value = np.asarray(value)
             flat[name] = (
                 value.astype(np.float32) if value.dtype == np.float16 else value
             )
+        elif f"{path}.codes" not in named:
+            raise ValueError(f"unpack_tree: {name}: got it without {path}.codes")
+    for path in flat:
+        parts = path.split("/")
+        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        if not all(parts) or any(p in flat for p in above):
+            raise ValueError(
+                f"unpack_tree: {path!r}: expected a path that is no part of another"
+            )
     return dict(sorted(flat.items()))
+
+
+def _unpack_codes(path: str, packed: np.ndarray, named: Mapping[str, Array]) -> Any:
+    """The latent value of one weight, from its three arrays."""
+    columns, scale = (
+        np.asarray(named.get(f"{path}.{part}", np.zeros(0, np.uint8)))
+        for part in ("columns", "scale")
+    )
+    fits = packed.dtype == np.uint8 and packed.ndim >= 1
+    fits &= columns.shape == scale.shape == ()
+    if not fits or columns.dtype != np.int32 or scale.dtype != np.float32:
+        raise ValueError(
+            f"unpack_tree: {path}: got codes {packed.dtype}{list(packed.shape)}, "
+            f"columns {columns.dtype}{list(columns.shape)} and scale {scale.dtype}"
+            f"{list(scale.shape)}; expected uint8 codes, one int32 and one float32"
+        )
+    if not 0 < scale < np.inf or columns < 1:
+        raise ValueError(
+            f"unpack_tree: {path}: got scale {scale:g} and {columns} columns; "
+            "expected a finite scale > 0 and at least one column"
+        )
+    codes = unpack_ternary(packed, int(columns))
+    return latent_from_codes(codes, float(scale))
 
 
 def _mean(x: jax.Array) -> jax.Array:

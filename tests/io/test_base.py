@@ -2,6 +2,8 @@
 
 import jax
 import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
 
 from bitmamba.config import AttentionConfig, Mamba2Config, MLPConfig, ModelConfig
 from bitmamba.config_read import from_config_dict
@@ -77,3 +79,34 @@ def test_the_bundled_base_fits_the_default_model():
         k: v.shape for k, v in wanted.items()
     }
     assert all(np.isfinite(v).all() for v in found.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w/kernel.columns": None}, r"w/kernel: got .*columns uint8\[0\]"),
+        ({"w/kernel.codes": None}, r"w/kernel\.(scale|columns): got it without"),
+        ({"w/kernel.columns": np.ones(2, np.int32)}, "one int32 and one float32"),
+        ({"w/kernel.columns": np.int32(-3)}, "at least one column"),
+        ({"w/kernel.columns": np.int32(2**30)}, r"expected 268435456 for"),
+        ({"w/kernel.scale": np.float32("nan")}, "a finite scale > 0"),
+        ({"w/kernel.scale": np.float32(-1)}, "a finite scale > 0"),
+        ({"w/kernel.codes": np.ones((2, 1), np.float32)}, "expected uint8 codes"),
+        ({"w/kernel.codes": np.uint8(3)}, "expected uint8 codes"),
+        ({"w/kernel.codes": np.full((2, 1), 255, np.uint8)}, "got the code 3"),
+        ({"w": np.ones(3, np.float32)}, "no part of another"),
+        ({"/": np.ones(3, np.float32)}, "no part of another"),
+    ],
+)
+def test_a_damaged_base_is_one_line(tmp_path, change, message):
+    save_base({"w": {"kernel": np.ones((2, 4), np.float32)}}, tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = load_file(file) | change
+    save_file({n: np.asarray(v) for n, v in kept.items() if v is not None}, file)
+
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
+        load_base(tmp_path)
+
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model\.safetensors: got .* bytes"):
+        load_base(tmp_path)

@@ -160,3 +160,131 @@ def test_numbers_that_are_not_finite_are_refused(folder):
 
     with pytest.raises(ValueError, match=r"layers\.0.*NaN"):
         read_peft(folder, sites=SITES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": True}, "r: got True"),
+        ({"r": 4.0}, "r: got 4.0"),
+        ({"r": 10**30}, "r: got 1000"),
+        ({"lora_alpha": float("nan")}, "lora_alpha: got nan; expected a finite"),
+        ({"lora_alpha": float("inf")}, "lora_alpha: got inf; expected a finite"),
+        ({"lora_alpha": -1}, "lora_alpha: got -1"),
+        ({"lora_dropout": "x"}, "lora_dropout: got 'x'"),
+        ({"lora_dropout": [1]}, "lora_dropout"),
+        ({"lora_dropout": float("nan")}, "lora_dropout: got nan"),
+        ({"use_rslora": "false"}, "use_rslora: got 'false'"),
+        ({"rank_pattern": [1]}, "rank_pattern: got .1."),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: got '.'; expected a regular"),
+        ({"alpha_pattern": {"in_proj": "9"}}, "in_proj: got '9'"),
+        ({"target_modules": [["in_proj"]]}, "target_modules: got"),
+        ({"target_modules": 5}, "target_modules: got 5"),
+        ({"target_modules": ["x" * 2_000_000]}, "has no tensor"),
+        ({"peft_type": ["LORA"] * 999}, "peft_type: got"),
+        ({"x": "y" * 5_000_000}, "expected at most 4,194,304"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_settings_of_a_wrong_kind_are_one_line(folder, settings, message):
+    change(folder, **settings)
+
+    with pytest.raises(ValueError, match=message) as error:
+        read_peft(folder, sites=SITES)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+",
+        "(.*)*x",
+        ".?" * 40 + "x",
+        "(.|.)" * 30 + "x",
+        "(x+x+)+y",
+        "a" * 101 + "*",
+    ],
+)
+def test_a_pattern_that_could_match_for_ever_is_refused(folder, pattern):
+    change(folder, rank_pattern={pattern: 4})
+
+    with pytest.raises(ValueError, match=r"rank_pattern: got .*repetitions"):
+        read_peft(folder, sites=SITES)
+
+
+@pytest.mark.parametrize("pattern", [r"layers\.\d+\.mixer\.(in|out)_proj", "in_proj"])
+def test_patterns_that_people_write_are_taken(folder, pattern):
+    change(folder, alpha_pattern={pattern: 2.0})
+
+    assert read_peft(folder, sites=SITES).specs[0].scale == 0.5
+
+
+@pytest.mark.parametrize("text", ["[" * 99_999, '{"peft_type":' * 5000, "\ud800", "1"])
+def test_any_other_text_for_settings_is_one_line(folder, text):
+    (folder / "adapter_config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+
+    with pytest.raises(ValueError, match=r"adapter_config\.json: "):
+        read_peft(folder, sites=SITES)
+
+
+@pytest.mark.parametrize("value", [np.ones((4, D), np.int32), np.ones((4, D), bool)])
+def test_tensors_that_are_no_floats_are_refused(folder, value):
+    kept = tensors() | {f"{IN.format(0)}.lora_A.weight": value}
+    save_file(kept, folder / "adapter_model.safetensors")
+
+    with pytest.raises(ValueError, match=r"lora_A\.weight: got dtype"):
+        read_peft(folder, sites=SITES)
+
+
+def test_values_beyond_float32_are_refused(folder):
+    kept = {name: value.astype(np.float64) for name, value in tensors().items()}
+    kept[f"{IN.format(1)}.lora_A.weight"][0, 0] = 1e300
+    save_file(kept, folder / "adapter_model.safetensors")
+
+    with pytest.raises(ValueError, match=r"layers\.1.*NaN or infinity"):
+        read_peft(folder, sites=SITES)
+
+
+def test_names_and_paths_of_the_folder_open_nothing(folder, monkeypatch):
+    """No string in the folder is taken for a file: only the two files are opened."""
+    import builtins
+    import io
+
+    outside = folder.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    change(
+        folder,
+        base_model_name_or_path=str(outside),
+        revision="../../outside",
+        auto_mapping={"parent_library": "os"},
+        peft_version="file:///etc/passwd",
+    )
+    opened = []
+    real = io.open
+
+    def spy(file, *args, **kwargs):
+        opened.append(str(file))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", spy)
+    monkeypatch.setattr(builtins, "open", spy)
+    read_peft(folder, sites=SITES)
+    assert set(opened) <= {str(f) for f in folder.iterdir()}
+
+    rename(folder, "layers.0.mixer", "layers.0/../../../outside")
+    with pytest.raises(ValueError, match="the model has no module"):
+        read_peft(folder, sites=SITES)
+
+
+def test_a_rank_beyond_the_weight_is_refused_unread(folder):
+    rank = D + F + 1
+    wide = {"lora_A.weight": (rank, D), "lora_B.weight": (F, rank)}
+    kept = {
+        f"{IN.format(0)}.{part}": np.zeros(s, np.float32) for part, s in wide.items()
+    }
+    save_file(kept, folder / "adapter_model.safetensors")
+    change(folder, r=rank)
+
+    with pytest.raises(ValueError, match="rank 23; expected at most 22"):
+        read_peft(folder, sites=SITES)
