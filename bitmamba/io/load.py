@@ -86,7 +86,7 @@ def read_whole(folder: Path, table: Mapping[str, str]) -> dict[str, np.ndarray]:
     if not table:
         return {}
     with _damage_in(folder.name):
-        arrays = store.read_tree(folder, table)
+        arrays = store.read_tree(folder, table, table=table)
         if changed := digests.changed_leaves(arrays, table):
             raise ValueError(f"{changed[0]}: digest differs from the one saved")
     return arrays

@@ -4,12 +4,16 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from bitmamba.io import digests
 
 FORMAT = 1
+MAX_BYTES = 64 * 2**20
+ITEMS = ("trainable", "opt_state")
+_DIGEST = re.compile(r"[A-Za-z0-9_<>]{1,40}\[[0-9,]{0,200}\]:[0-9a-f]{64}")
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -63,18 +67,61 @@ def verified(meta: dict[str, Any]) -> dict[str, Any]:
     """A `meta` item as read from disk, without its own digest, which must match.
 
     Raises:
-        ValueError: it does not match.
+        ValueError: it does not match, or is not what `make_meta` makes: anybody can
+            write a digest that matches.
         NotImplementedError: it is of a newer format.
     """
+    if not isinstance(meta, dict):
+        raise ValueError("not an object")
     body = {key: value for key, value in meta.items() if key != "digest"}
     if meta.get("digest") != _own_digest(body):
         raise ValueError("digest differs from the one saved")
+    if not _is_count(body.get("format")):
+        raise ValueError("no format")
     if body["format"] > FORMAT:
         raise NotImplementedError(
             f"checkpoint meta: got format {body['format']}; expected at most {FORMAT}; "
             "a newer version wrote it, update this one"
         )
+    _check(body)
     return body
+
+
+def _check(body: dict[str, Any]) -> None:
+    """Names in it become folders and paths of parameters; none may be another."""
+    kinds = {"config": dict, "fingerprints": dict, "digests": dict, "frozen": dict}
+    kinds |= {"versions": dict, "extra": dict}
+    wrong = [name for name, kind in kinds.items() if type(body.get(name)) is not kind]
+    if wrong or not _is_count(body.get("step")):
+        raise ValueError(f"no usable {wrong[0] if wrong else 'step'}")
+    if set(body["digests"]) != set(ITEMS):
+        raise ValueError(f"digests of other items than {', '.join(ITEMS)}")
+    frozen = body["frozen"]
+    tables = {**body["digests"], "frozen": frozen.get("digests")}
+    for item, table in tables.items():
+        if not isinstance(table, dict) or not all(
+            isinstance(d, str) and _DIGEST.fullmatch(d) for d in table.values()
+        ):
+            raise ValueError(f"digests of {item}: expected dtype[shape]:sha256")
+    source, folder = frozen.get("source"), frozen.get("folder")
+    if folder is not None and folder != frozen_folder(tables["frozen"]):
+        raise ValueError("the folder of the frozen parameters is another's")
+    if source is not None and not (isinstance(source, str) and folder is None):
+        raise ValueError("the source of the frozen parameters is no path")
+    _check_tree({**tables["trainable"], **tables["frozen"]})
+
+
+def _check_tree(table: Mapping[str, str]) -> None:
+    """Paths of parameters make a tree: none is a part of another."""
+    for path in table:
+        parts = path.split("/")
+        above = ("/".join(parts[:n]) for n in range(1, len(parts)))
+        if "" in parts or any(p in table for p in above):
+            raise ValueError(f"{path[:200]!r} is no path of a parameter")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def frozen_folder(frozen_digests: Mapping[str, str]) -> str:

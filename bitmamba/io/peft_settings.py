@@ -3,11 +3,11 @@
 No name in it is opened: `base_model_name_or_path` and the like are for people.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bitmamba.io.json_file import read_json
 from bitmamba.io.peft import CONFIG
 
 MAX_BYTES = 4 * 2**20
@@ -85,7 +85,7 @@ def read_settings(folder: Path) -> Settings:
     file = folder / CONFIG
     if not file.is_file():
         raise ValueError(f"{folder}: {CONFIG} is missing; expected a PEFT folder")
-    settings = _read_json(file)
+    settings = read_json(file, max_bytes=MAX_BYTES)
     if not isinstance(settings, dict) or "peft_type" not in settings:
         raise ValueError(f"{file}: got no peft_type; expected a PEFT configuration")
     for name, plain in _PLAIN.items():
@@ -105,17 +105,6 @@ def read_settings(folder: Path) -> Settings:
         rslora=_flag(file, settings, "use_rslora"),
         dora=_flag(file, settings, "use_dora"),
     )
-
-
-def _read_json(file: Path) -> Any:
-    n_bytes = file.stat().st_size
-    if n_bytes > MAX_BYTES:
-        raise ValueError(f"{file}: {n_bytes:,} bytes; expected at most {MAX_BYTES:,}")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error)[:120]
-        raise ValueError(f"{file}: not JSON ({reason}); expected an object") from None
 
 
 def _number(file: Path, table: Any, name: str, *, whole: bool = False) -> Any:

@@ -9,6 +9,7 @@ from bitmamba.assets_path import must_exist
 from bitmamba.io import digests
 from bitmamba.io.base import BASE, load_base
 from bitmamba.io.load import load_params, load_trainable
+from bitmamba.io.sources import followed
 from bitmamba.types import Params
 
 
@@ -17,7 +18,8 @@ def load_run(path: str | Path, *, base: str | None = None) -> tuple[Params, dict
 
     Args:
         path: a work directory, a step's folder, or "assets:base".
-        base: where the frozen parameters lie, if not where the run says.
+        base: where the frozen parameters lie, if not where the run says, or if that
+            is neither beside the run nor in the working directory.
 
     Returns:
         (tree of float32 arrays, base and adapters together; the configuration as JSON).
@@ -33,7 +35,8 @@ def load_run(path: str | Path, *, base: str | None = None) -> tuple[Params, dict
     if source is None:
         params, meta = load_params(path)
         return params, meta["config"]
-    frozen = _base_of(path, base or source, meta["frozen"]["digests"])
+    source = base or followed(source, beside=path, flag="--base")
+    frozen = _base_of(path, source, meta["frozen"]["digests"])
     return paths.merge(own, frozen), meta["config"]
 
 

@@ -11,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-_STEP = re.compile(r"(\d+)(\.old)?")
+_STEP = re.compile(r"([0-9]{1,18})(\.old)?")
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 

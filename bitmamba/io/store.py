@@ -7,9 +7,8 @@ saved dtype, whatever devices wrote it; the caller verifies the bytes.
 """
 
 import contextlib
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,9 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from bitmamba.io import digests, quiet
+from bitmamba.io.json_file import read_json as _read_json
+from bitmamba.io.meta import MAX_BYTES
+from bitmamba.io.tensors import check_fits
 
 _TREE_ITEMS = ("trainable", "opt_state", "params")
 _READ_BYTES = 1 << 28  # of arrays whose reads are in flight together
@@ -70,7 +72,7 @@ def start_write(writer: ocp.AsyncCheckpointer, folder: Path, **items: Any) -> No
 
 def read_json(folder: Path) -> Any:
     """The JSON item in a folder."""
-    return json.loads((folder / "metadata").read_bytes())
+    return _read_json(folder / "metadata", max_bytes=MAX_BYTES)
 
 
 def read_leaves(folder: Path, paths: Iterable[str]) -> dict[str, Leaf]:
@@ -78,12 +80,27 @@ def read_leaves(folder: Path, paths: Iterable[str]) -> dict[str, Leaf]:
     return {path: _leaf(array) for path, array in _open(folder, paths).items()}
 
 
-def read_tree(folder: Path, paths: Iterable[str]) -> dict[str, np.ndarray]:
-    """An item's arrays as numpy; PRNG keys as their key data."""
+def read_tree(
+    folder: Path, paths: Iterable[str], *, table: Mapping[str, str] | None = None
+) -> dict[str, np.ndarray]:
+    """An item's arrays as numpy; PRNG keys as their key data.
+
+    Args:
+        folder: of the item.
+        paths: of the arrays.
+        table: their digests; an array of another shape or dtype is then not read.
+
+    Raises:
+        ValueError: an array is not as the table has it, or all do not fit the memory.
+    """
     arrays: dict[str, np.ndarray] = {}
     reading: dict[str, ts.Future] = {}
     n_bytes = 0
-    for path, array in _open(folder, paths).items():
+    opened = _open(folder, paths)
+    for path, array in opened.items():
+        _check_metadata(path, array, (table or {}).get(path))
+    check_fits(str(folder), sum(_leaf(array).n_bytes for array in opened.values()))
+    for path, array in opened.items():
         reading[path] = array.read()
         n_bytes += _leaf(array).n_bytes
         if n_bytes > _READ_BYTES:
@@ -102,6 +119,18 @@ def _open(folder: Path, paths: Iterable[str]) -> dict[str, ts.TensorStore]:
         spec = {"driver": "zarr", "kvstore": store}
         opening[path] = ts.open(spec, open=True, read=True, context=context)
     return {path: future.result() for path, future in opening.items()}
+
+
+def _check_metadata(path: str, array: ts.TensorStore, digest: str | None) -> None:
+    """Shape, dtype and chunks, before memory is taken for them."""
+    found = _leaf(array).spec
+    if digest and not digests.is_key_spec(digest) and found != digests.spec_of(digest):
+        raise ValueError(
+            f"{path}: got {found}; expected {digests.spec_of(digest)} as saved"
+        )
+    chunk = array.chunk_layout.read_chunk.shape or ()
+    if any(c > max(n, 1) for c, n in zip(chunk, array.shape, strict=False)):
+        raise ValueError(f"{path}: got chunks {chunk} of a shape {array.shape}")
 
 
 def _leaf(array: ts.TensorStore) -> Leaf:

@@ -5,7 +5,6 @@ data_offsets}}, and the tensors' bytes end to end. The library that then reads t
 checks again; it knows dtypes that numpy does not, and its errors name no file.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import load_file
+
+from bitmamba.io.json_file import parse_json
 
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_TENSORS = 100_000
@@ -48,11 +49,10 @@ def read_header(file: Path) -> dict[str, Entry]:
             )
         raw = opened.read(n_header)
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        reason = str(error)[:120]
+        header = parse_json(raw)
+    except ValueError as error:
         raise ValueError(
-            f"{file}: the header is not JSON ({reason}); expected a safetensors file"
+            f"{file}: the header is not JSON ({error}); expected a safetensors file"
         ) from None
     if not isinstance(header, dict) or len(header) > MAX_TENSORS:
         raise ValueError(
@@ -101,13 +101,6 @@ def check_fits(where: str, n_bytes: int) -> None:
             f"{where}: {n_bytes / 2**30:,.1f} GiB of arrays; expected at most "
             f"{memory / 2**30:,.1f} GiB, the memory of this machine"
         )
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name appears twice")
-    return made
 
 
 def _entry(where: str, value: Any) -> Entry:

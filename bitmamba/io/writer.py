@@ -9,6 +9,8 @@ from typing import Any
 
 from absl import logging
 
+from bitmamba.io.workdir import check_links
+
 
 class MetricsWriter:
     """Appends rows to `<workdir>/metrics.jsonl`, each on disk's side before return.
@@ -25,9 +27,13 @@ class MetricsWriter:
             workdir: made if needed.
             resume_step: rows with a later step are removed, as is a last row that
                 was cut by a kill; all others stay byte for byte. None removes all.
+
+        Raises:
+            ValueError: a link in the work directory leads out of it.
         """
         self.path = Path(workdir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_links(workdir)
         _cut_back(self.path, resume_step)
         self._file = self.path.open("ab", buffering=0)
         self._end = self.path.stat().st_size

@@ -91,7 +91,7 @@ def test_what_the_library_wrote_is_read(tmp_path):
         (made({"a": entry()}, b"0" * 9), "got 9 bytes of tensors; expected 8"),
         (
             made(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), b"0" * 8),
-            "a name appears twice",
+            "a key appears twice",
         ),
         (made(b'{"a":{"dtype":"F32","shape":[%s]' % (b"9" * 5000)), "not JSON"),
     ],
@@ -103,7 +103,7 @@ def test_a_header_that_lies_is_refused(refuse, data, message):
 
 
 def test_more_than_the_memory_is_refused_unread(tmp_path):
-    n = 2**45
+    n = 2**43 - 2**20
     file = tmp_path / "x.safetensors"
     file.write_bytes(made({"a": entry("I8", (n,), (0, n))}))
     with file.open("ab") as opened:
@@ -112,7 +112,7 @@ def test_more_than_the_memory_is_refused_unread(tmp_path):
         except OSError:
             pytest.skip("this file system holds no file of that size")
 
-    with pytest.raises(ValueError, match=r"32,768\.0 GiB of arrays; expected at most"):
+    with pytest.raises(ValueError, match="GiB of arrays; expected at most"):
         read_tensors(file, read_header(file))
 
 
