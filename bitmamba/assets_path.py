@@ -3,6 +3,7 @@
 Imports nothing of ours, so that both `data` and `io` may use it.
 """
 
+import difflib
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
@@ -36,8 +37,10 @@ def must_exist(path: str, *, where: str) -> Path:
     if target.is_file():
         return target
     kind = "a folder" if target.is_dir() else "no such file"
-    beside = []
+    hint = ""
     if target.parent.is_dir() and not target.is_dir():
-        beside = sorted(p.name for p in target.parent.iterdir() if p.is_file())[:5]
-    hint = f"; beside it lie {', '.join(beside)}" if beside else ""
+        beside = sorted(p.name for p in target.parent.iterdir() if p.is_file())
+        near = difflib.get_close_matches(target.name, beside, n=1)
+        hint = f"; beside it lie {', '.join(beside[:5])}" if beside else hint
+        hint = f"; did you mean {near[0]}?" if near else hint
     raise ValueError(f"{where}: got {path!r} ({kind}); expected a file{hint}")

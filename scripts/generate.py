@@ -4,11 +4,13 @@
     python scripts/generate.py --checkpoint=assets:base --prompt="The state of the"
 
 The checkpoint is a work directory (its newest step), a step's folder or "assets:base",
-the bundled base model. Tokenizer and chat template are those of its run.
+the bundled base model. Tokenizer and chat template are those of its run, if they lie
+beside it or in the working directory; otherwise they are named here.
 
 Exit codes: 0 done, 2 no such checkpoint or a setting out of range.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import flags
@@ -22,6 +24,8 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", None, 'A run, a step, "assets:ba
 _BASE = flags.DEFINE_string(
     "base", None, "The base of a run that trained adapters, if it was moved."
 )
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "The run's tokenizer, if moved.")
+_TEMPLATE = flags.DEFINE_string("template", None, "The run's template, if moved.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue or to answer.")
 _CHAT = flags.DEFINE_boolean(
     "chat", None, "Ask as a user would; the default is as the checkpoint was trained."
@@ -45,12 +49,13 @@ def main() -> None:
 
     params, settings = load_run(_CHECKPOINT.value, base=_BASE.value)
     config = from_config_dict(settings)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    data = own_files(config.data)
+    tokenizer = load_tokenizer(data.tokenizer)
     chat = bool(config.data.sft) if _CHAT.value is None else _CHAT.value
     tokens = stream(
         run_model(config),
         params,
-        prompt_ids(_PROMPT.value, config.data, tokenizer, chat=chat),
+        prompt_ids(_PROMPT.value, data, tokenizer, chat=chat),
         max_tokens=_TOKENS.value,
         stop_id=tokenizer.eot_id,
         sampling=Sampling(_TEMPERATURE.value, _TOP_P.value, _SEED.value),
@@ -58,6 +63,18 @@ def main() -> None:
     for piece in pieces(tokens, tokenizer.decode):
         print(piece, end="", flush=True)
     print()
+
+
+def own_files(cfg: DataConfig) -> DataConfig:
+    """Tokenizer and template as named here, or by the run where that may be."""
+    from bitmamba.io.sources import followed
+
+    named = {"tokenizer": _TOKENIZER.value, "template": _TEMPLATE.value}
+    for name in named:
+        theirs = getattr(cfg, name)
+        if named[name] is None and theirs is not None:
+            named[name] = followed(theirs, beside=_CHECKPOINT.value, flag=f"--{name}")
+    return dataclasses.replace(cfg, **named)
 
 
 def prompt_ids(

@@ -127,6 +127,29 @@ def test_a_library_is_imported_where_it_belongs_only(library):
                 assert place.startswith(ONLY_IN[library]), f"{place} imports {name}"
 
 
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+UNPICKLES = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def test_nothing_that_is_read_can_run_code():
+    """No pickle by any name, and no evaluation of text."""
+    files = [ROOT / "train.py"]
+    for folder in ("bitmamba", "pallas_kernels", "configs", "scripts"):
+        files += python_files(folder)
+    for path in files:
+        place = path.relative_to(ROOT).as_posix()
+        assert not {n.split(".")[0] for n in imported(path)} & UNPICKLES, place
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                value = getattr(node.value, "value", None)
+                assert value is False, f"{place}:{node.value.lineno}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in RUNS_CODE, f"{place}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = f"{node.value.id}.{node.attr}"
+                assert name not in ("torch.load", "yaml.load", "os.system"), place
+
+
 def test_reading_a_config_and_data_loads_no_jax():
     import subprocess
     import sys

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from bitmamba.config import DataConfig
-from bitmamba.data.account import FileAccount
+from bitmamba.data.account import FileAccount, visible
 from bitmamba.data.chat import DataTokenizer, Template
 from bitmamba.data.encode import Encoded, encode_examples, fit_window, split_text
 from bitmamba.data.example import Example, Refused
-from bitmamba.data.formats import parse_row
+from bitmamba.data.formats import misspelt, parse_row
 from bitmamba.data.records import read_lines
 from bitmamba.data.store import StoreBuilder, TokenStore
 
@@ -22,6 +22,7 @@ MAX_CATEGORIES = 256
 # Rows encoded together: many short ones, few long ones.
 _ROWS_AT_ONCE = 512
 _BYTES_AT_ONCE = 8 * 2**20
+_MAX_KEY_SETS = 100  # looked through for misspelt keys; a file has few
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Loader:
         self._categories: dict[str, int] = {REPLAY_CATEGORY: 0}
         self._heldout_texts: set[int] = set()
         self._seen: set[int] = set()
+        self._misspelt: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         special = sorted(self.tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
@@ -111,6 +113,7 @@ class Loader:
         if score is not None and least is not None and score < least:
             raise Refused("score too low", f"{score:g} < data.min_score = {least:g}")
         self._note(example, account)
+        self._note_keys(tuple(row), account)
         return example
 
     def _check_heldout(self, example: Example, account: FileAccount) -> None:
@@ -131,6 +134,15 @@ class Loader:
         texts += [m.content for m in example.messages or ()]
         if any(self._special.search(text) for text in texts):
             account.notes["rows that spell a special token, kept as plain text"] += 1
+
+    def _note_keys(self, keys: tuple[str, ...], account: FileAccount) -> None:
+        """An optional key with a slip of the finger would do nothing, silently."""
+        if keys not in self._misspelt:
+            if len(self._misspelt) >= _MAX_KEY_SETS or len(keys) > _MAX_KEY_SETS:
+                return
+            self._misspelt[keys] = misspelt(keys)
+        for key, near in self._misspelt[keys]:
+            account.notes[f"key {visible(key)!r} ignored; did you mean {near!r}?"] += 1
 
     def _encode(
         self, rows: Sequence[tuple[int, Example]], account: FileAccount

@@ -97,13 +97,15 @@ def _check(body: dict[str, Any]) -> None:
     if set(body["digests"]) != set(ITEMS):
         raise ValueError(f"digests of other items than {', '.join(ITEMS)}")
     frozen = body["frozen"]
+    if "folder" not in frozen:
+        raise ValueError("no folder of the frozen parameters, not even null")
     tables = {**body["digests"], "frozen": frozen.get("digests")}
     for item, table in tables.items():
         if not isinstance(table, dict) or not all(
             isinstance(d, str) and _DIGEST.fullmatch(d) for d in table.values()
         ):
             raise ValueError(f"digests of {item}: expected dtype[shape]:sha256")
-    source, folder = frozen.get("source"), frozen.get("folder")
+    source, folder = frozen.get("source"), frozen["folder"]
     if folder is not None and folder != frozen_folder(tables["frozen"]):
         raise ValueError("the folder of the frozen parameters is another's")
     if source is not None and not (isinstance(source, str) and folder is None):

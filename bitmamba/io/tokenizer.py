@@ -7,12 +7,13 @@ Neither adds anything at the beginning or the end.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bitmamba.assets_path import must_exist
+from bitmamba.io import tokenizer_file
 
 END_OF_TEXT = (
     "<|endoftext|>",
@@ -34,31 +35,21 @@ class JsonTokenizer:
     bos_id: the token which the file's post-processor puts first, or None.
     special_tokens: content -> id of every special token.
     fingerprint: sha256 of the file.
+
+    Raises:
+        ValueError: not a tokenizer, one that `tokenizer_file` refuses, or one without
+            an end-of-text token; and, by any method, a text that it cannot encode.
     """
 
     def __init__(self, data: bytes, *, where: str):
-        import tokenizers  # the other tokenizer does without
-
-        try:
-            text = data.decode("utf-8")
-            self._markup = tokenizers.Tokenizer.from_str(text)
-            self._content = tokenizers.Tokenizer.from_str(text)
-            added = json.loads(text).get("added_tokens", [])
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(
-                f"{where}: not a tokenizer.json ({str(error)[:120]}); expected the "
-                "JSON file of the tokenizers library"
-            ) from None
-        for tokenizer in (self._markup, self._content):
-            # Files in circulation carry the settings of their last use.
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
+        self._where = where
+        self._markup, self._content, added = tokenizer_file.load(data, where=where)
         self._content.encode_special_tokens = True
 
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.special_tokens = {t["content"]: t["id"] for t in added if t["special"]}
+        self.special_tokens = {name: vocabulary[name] for name in added}
         self.eot_id = _find(vocabulary, END_OF_TEXT, where=where)
         self.pad_id = next((vocabulary[p] for p in PADDING if p in vocabulary), -1)
         if self.pad_id < 0:
@@ -67,24 +58,30 @@ class JsonTokenizer:
 
     def _first_added(self) -> int | None:
         """What the post-processor puts before a text."""
-        added = self._markup.encode("a", add_special_tokens=True).ids
-        plain = self._markup.encode("a", add_special_tokens=False).ids
-        return added[0] if added[: len(plain)] != plain else None
+        with tokenizer_file.one_sentence(self._where, quiet=True):
+            added = self._markup.encode("a", add_special_tokens=True).ids
+            plain = self._markup.encode("a", add_special_tokens=False).ids
+        return added[0] if added and added[: len(plain)] != plain else None
 
     def encode(self, text: str) -> list[int]:
-        return self._markup.encode(text, add_special_tokens=False).ids
+        with tokenizer_file.one_sentence(self._where):
+            return self._markup.encode(text, add_special_tokens=False).ids
 
     def encode_markup(self, texts: Sequence[str]) -> list[list[int]]:
-        batch = self._markup.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in batch]
+        return self._encode_batch(self._markup, texts)
 
     def encode_content(self, texts: Sequence[str]) -> list[list[int]]:
-        batch = self._content.encode_batch_fast(list(texts), add_special_tokens=False)
+        return self._encode_batch(self._content, texts)
+
+    def _encode_batch(self, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+        with tokenizer_file.one_sentence(self._where):
+            batch = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are written out, so that nothing is hidden."""
-        return self._markup.decode([int(i) for i in ids], skip_special_tokens=False)
+        with tokenizer_file.one_sentence(self._where):
+            return self._markup.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 class ByteTokenizer:
@@ -137,6 +134,12 @@ def load_tokenizer(path: str | Path) -> JsonTokenizer | ByteTokenizer:
     if str(path) == "bytes":
         return ByteTokenizer()
     target = must_exist(str(path), where="tokenizer")
+    n_bytes = target.stat().st_size
+    if n_bytes > tokenizer_file.MAX_BYTES:
+        raise ValueError(
+            f"tokenizer {path}: {n_bytes:,} bytes; expected at most "
+            f"{tokenizer_file.MAX_BYTES:,}"
+        )
     return JsonTokenizer(target.read_bytes(), where=f"tokenizer {path}")
 
 

@@ -53,6 +53,7 @@ def test_the_default_config_is_shown():
         (["--files=none.jsonl"], "got 'none.jsonl' (no such file)"),
         (["--files={path}", "--tokenizer=bytes"], "nothing left to train"),
         (["--files={path}", "--tokenizr=bytes"], "tokenizr"),
+        (["--files={path}l"], "did you mean rows.jsonl?"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(write, args, message):

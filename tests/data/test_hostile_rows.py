@@ -180,3 +180,24 @@ def test_a_number_that_only_looks_like_one_is_fast():
 
     with pytest.raises(Exception, match="unknown format"):
         parse_row(json.loads(f'{{"x":1.{digits}e-{digits[:5]}}}'))
+
+
+def test_a_misspelt_key_is_told(build):
+    rows = [{**PAIR, "wieght": 2}, {**PAIR, "Category": "x"}, {**PAIR, "id": 7}]
+    rows += [{"prompt": "q", "complettion": "a"}]
+
+    file = build(rows, max_refused_share=0.5).account.files[0]
+
+    assert file.notes["key 'wieght' ignored; did you mean 'weight'?"] == 1
+    assert file.notes["key 'Category' ignored; did you mean 'category'?"] == 1
+    assert not any("'id'" in note for note in file.notes)
+    assert "did you mean 'completion'?" in file.examples["unknown format"][0]
+
+
+def test_rows_of_ever_other_keys_are_not_all_remembered(build):
+    rows = [{**PAIR, f"weigh{i}": 1} for i in range(300)]
+
+    file = build(rows).account.files[0]
+
+    assert file.trained == 300
+    assert len(file.notes) <= 101

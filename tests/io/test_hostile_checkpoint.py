@@ -63,6 +63,7 @@ OK = "float32[2]:" + "0" * 64
         (lambda b: b["frozen"].update(folder="../elsewhere"), "is another's"),
         (lambda b: b["frozen"].update(folder="/etc"), "is another's"),
         (lambda b: b["frozen"].update(folder=["x"]), "is another's"),
+        (lambda b: b["frozen"].pop("folder"), "no folder of the frozen"),  # fuzzed
         (lambda b: b["frozen"].update(source=5, folder=None), "source .* no path"),
         (lambda b: b["frozen"].update(source="x"), "source .* no path"),
         (lambda b: b["frozen"].update(digests={"a": 1}), "digests of frozen"),

@@ -128,6 +128,116 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path, data):
     assert "\n" not in str(error.value)
 
 
+def changed(**parts):
+    """A whole file with some parts changed."""
+    whole = json.loads(made())
+    for name, part in parts.items():
+        if isinstance(part, dict) and isinstance(whole[name], dict):
+            whole[name] |= part
+        else:
+            whole[name] = part
+    return json.dumps(whole).encode()
+
+
+def replacing(content, pattern=None):
+    return {
+        "type": "Replace",
+        "pattern": pattern or {"String": "a"},
+        "content": content,
+    }
+
+
+WORDS = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}
+NO_TOKEN = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"model": {"dropout": 0.5}}, r"model\.dropout: got 0\.5; expected none"),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [replacing("aa")] * 11,
+                }
+            },
+            "may lengthen a text more than 1024-fold",
+        ),
+        ({"normalizer": replacing("x" * 2000)}, "more than 1024-fold"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "non-zero"),
+        ({"post_processor": NO_TOKEN}, "here .*no entry found"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "not a tokenizer.json .*Precompiled",
+        ),
+        ({"model": WORDS | {"merges": 1}}, r"here \(WordLevel error: Missing"),
+        ({"x": [[[[[[[[]]]]]]]] * 1, "added_tokens": 5}, "not a tokenizer"),
+    ],
+)
+def test_a_file_that_cannot_be_trusted_is_one_line(capfd, parts, message):
+    with pytest.raises(ValueError, match=message) as error:
+        JsonTokenizer(changed(**parts), where="here")
+
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("here")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_text_that_cannot_be_encoded_is_one_line(capfd):
+    data = changed(model=WORDS | {"vocab": {"</s>": 0, "a": 1}}, pre_tokenizer=None)
+    tokenizer = JsonTokenizer(data, where="here")
+
+    for encode in (tokenizer.encode_content, tokenizer.encode_markup):
+        with pytest.raises(ValueError, match=r"here \(WordLevel error: Missing"):
+            encode(["a", "b"])
+    with pytest.raises(ValueError, match="here"):
+        tokenizer.encode("b")
+    assert tokenizer.encode("a") == [1]
+
+
+def test_the_file_does_not_choose_ids_that_the_library_does_not_use():
+    whole = json.loads(made())
+    for token in whole["added_tokens"]:
+        token["id"] += 4_000_000
+
+    tokenizer = JsonTokenizer(json.dumps(whole).encode(), where="here")
+
+    assert tokenizer.vocab_size == 260
+    assert max(tokenizer.special_tokens.values()) < 260
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(2**30)
+
+    with pytest.raises(ValueError, match=r"1,073,741,824 bytes; expected at most"):
+        load_tokenizer(path)
+
+
+@given(at=st.integers(0, 2000), piece=st.binary(max_size=3), drop=st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_any_change_of_a_file_is_a_tokenizer_or_one_sentence(at, piece, drop):
+    data = made(bos=True)
+    at %= len(data)
+    told = ""
+    try:
+        tokenizer = JsonTokenizer(data[:at] + piece + data[at + drop :], where="here")
+    except ValueError as error:
+        told = str(error)
+    if told:
+        assert told.startswith("here")
+        assert "\n" not in told
+        return
+    assert tokenizer.eot_id < tokenizer.vocab_size
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match=r"tokenizer: got 'no\.json' \(no such file\)"):
         load_tokenizer("no.json")

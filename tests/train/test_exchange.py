@@ -27,7 +27,7 @@ def test_peft_folder_gives_back_the_run(made, adapter_run, tmp_path):
 
     n = exchange.import_peft(tmp_path / "peft", tmp_path / "back")
 
-    tree, found = load_run(tmp_path / "back")
+    tree, found = load_run(tmp_path / "back", base=str(made.folder / "base"))
     assert n == len(adapter_run.model.adapters)
     assert_same_bits(tree, adapter_run.tree)
     config = from_config_dict(found)
@@ -48,7 +48,7 @@ def test_a_foreign_peft_folder_stands_beside_the_base_that_is_named(
     base = str(made.folder / "base")
     n = exchange.import_peft(tmp_path / "peft", tmp_path / "back", base=base)
 
-    tree, found = load_run(tmp_path / "back")
+    tree, found = load_run(tmp_path / "back", base=base)
     model = run_model(from_config_dict(found))
     assert n == len(model.adapters) == len({s.site for s in adapter_run.model.adapters})
     assert all(spec.path == spec.site for spec in model.adapters)

@@ -80,8 +80,9 @@ def adapters(workdir, base, **changes):
 
 
 @pytest.fixture(scope="module")
-def unbroken(base, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("lora") / "run"
+def unbroken(base):
+    # Beside its base, which `load_run` then follows by its name.
+    workdir = base.with_name("lora")
     assert run(adapters(workdir, base)) == 0
     return workdir
 
@@ -142,7 +143,7 @@ def test_a_stop_and_the_rest_are_bit_equal_to_all_at_once(unbroken, base, tmp_pa
 
 
 def test_adapters_are_refused_by_another_base(unbroken, base, tmp_path):
-    moved, changed = tmp_path / "run", tmp_path / "base"
+    moved, changed = base.with_name("moved"), tmp_path / "base"
     shutil.copytree(unbroken, moved)
     make_base(changed, seed=1)
     kept = base.with_name("kept")

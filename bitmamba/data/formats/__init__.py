@@ -3,7 +3,9 @@
 A format knows nothing of tokenizers: `parse(row)` gives an `Example` or refuses.
 """
 
-from collections.abc import Callable
+import difflib
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,6 +46,27 @@ FORMATS: dict[str, Format] = {
 }
 
 
+# Keys of a row that a format, or every format, may have besides.
+_OPTIONAL = ("category", "weight", "system", "thought", "score", "input")
+_OPTIONAL += ("loss_mask", "labels")
+KNOWN_KEYS = tuple(
+    dict.fromkeys([k for f in FORMATS.values() for k in f.keys] + [*_OPTIONAL])
+)
+_MAX_KEYS, _MAX_KEY_CHARS = 50, 40  # looked at; a row of a person has few
+
+
+def misspelt(row: Iterable[str]) -> list[tuple[str, str]]:
+    """Keys that nothing reads and that are near a known one which the row has not."""
+    found = []
+    for key in itertools.islice(row, _MAX_KEYS):
+        if key in KNOWN_KEYS or len(key) > _MAX_KEY_CHARS:
+            continue
+        near = difflib.get_close_matches(key.lower(), KNOWN_KEYS, n=1, cutoff=0.75)
+        if near and near[0] not in row:
+            found.append((key, near[0]))
+    return found
+
+
 def parse_row(row: dict[str, Any]) -> tuple[str, Example]:
     """Recognise a row and read it.
 
@@ -58,7 +81,8 @@ def parse_row(row: dict[str, Any]) -> tuple[str, Example]:
             return name, _with_common_fields(row, known.parse(row))
     keys = ", ".join(sorted(map(str, row)))[:80] or "none"
     known = " | ".join("+".join(f.keys) for f in FORMATS.values())
-    raise Refused("unknown format", f"keys: {keys}; expected {known}")
+    hint = "".join(f"; did you mean {near!r}?" for _, near in misspelt(row)[:2])
+    raise Refused("unknown format", f"keys: {keys}{hint}; expected {known}")
 
 
 def _with_common_fields(row: dict[str, Any], example: Example) -> Example:
