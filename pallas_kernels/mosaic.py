@@ -127,6 +127,16 @@ def smem_written() -> None:
         _warpgroup_barrier()
 
 
+def smem_read() -> None:
+    """Say that tiles of a pipeline have been read, before new ones replace them.
+
+    TMA writes by another path than the warps read by: a fence has to order the two.
+    Before Hopper each copy waits for all warps itself.
+    """
+    if is_hopper():
+        plgpu.commit_smem()
+
+
 def _mma_interpreted(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     dims = (((1,), (0,)), ((), ()))
     return acc + lax.dot_general(a, b, dims, preferred_element_type=acc.dtype)
@@ -157,6 +167,7 @@ __all__ = [
     "plgpu",
     "races_raise",
     "smem",
+    "smem_read",
     "smem_written",
     "store_tile",
     "tile_spec",
