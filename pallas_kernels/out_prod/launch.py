@@ -25,11 +25,12 @@ def refusal(a, b, *, transpose_a: bool, transpose_b: bool) -> str | None:
                 f"multiples of {least}"
             )
     k, n = a.shape[0 if transpose_a else 1], b.shape[0 if transpose_b else 1]
-    if n % 8:
-        return f"N: got {n}; the kernel takes multiples of 8"
-    if k < 16 or (b.dtype == jnp.uint8 and k % 16):
-        wanted = "multiples of 16" if b.dtype == jnp.uint8 else "16 or more"
-        return f"K: got {k}; the kernel takes {wanted}"
+    if n % 8 or n < 16:
+        return f"N: got {n}; the kernel takes multiples of 8, 16 or more"
+    if b.dtype == jnp.uint8 and k % 32:
+        return f"K: got {k}; the kernel takes multiples of 32 of 2-bit codes"
+    if k < (least := 16 if b.dtype == a.dtype else 32):
+        return f"K: got {k}; the kernel takes {least} or more of {b.dtype}"
     return None
 
 
@@ -39,7 +40,7 @@ def run(a, b, scale, tail, *, transpose_a: bool, transpose_b: bool) -> jax.Array
 
     m, k = a.shape[1 if transpose_a else 0], a.shape[0 if transpose_a else 1]
     n = b.shape[0 if transpose_b else 1]
-    tiles = choose_tiles(m, k, n, whole_k=b.dtype == jnp.uint8)
+    tiles = choose_tiles(m, k, n)
     tail = _whole_tail(a, b, scale, tail, k % tiles.k, transpose_a, transpose_b)
     if m < tiles.m:
         a = _pad(a, 1 if transpose_a else 0, tiles.m - m)

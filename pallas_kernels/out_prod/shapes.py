@@ -41,15 +41,15 @@ SHAPES = {
 }
 
 
-def choose_tiles(m: int, k: int, n: int, *, whole_k: bool = False) -> Tiles:
-    """Tiles for an (M, K) by (K, N) product; M and K may be smaller than theirs.
+def choose_tiles(m: int, k: int, n: int) -> Tiles:
+    """Tiles for an (M, K) by (K, N) product, K and N at least 16; M may be smaller.
 
     Three stages of 128 x 64 x 32 take 36 KB in bfloat16: two blocks fit on an SM of any
-    of the GPUs. whole_k: K is a multiple of 16 and no part of the sum may be left over.
+    of the GPUs.
     """
     tile_m = 128 if m >= 128 else 64
-    tile_n = next(t for t in (64, 32, 16, 8) if n >= t)
-    tile_k = 16 if k < 32 or (whole_k and k % 32) else 32
+    tile_n = next(t for t in (64, 32, 16) if n >= t)
+    tile_k = 32 if k >= 32 else 16
     return Tiles(tile_m, tile_n, tile_k, 3)
 
 
