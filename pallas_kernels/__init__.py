@@ -8,7 +8,7 @@ from pallas_kernels.causal_conv1d.api import (
     causal_conv1d,
     causal_conv1d_step,
 )
-from pallas_kernels.out_prod.api import out_prod
+from pallas_kernels.out_prod.api import choose_out_prod, out_prod
 from pallas_kernels.out_prod.planes import pack_planes, unpack_planes
 from pallas_kernels.ssd.api import SSDOutput, ssd, ssd_step
 
@@ -17,6 +17,7 @@ __all__ = [
     "SSDOutput",
     "causal_conv1d",
     "causal_conv1d_step",
+    "choose_out_prod",
     "out_prod",
     "pack_planes",
     "ssd",

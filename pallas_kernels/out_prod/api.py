@@ -52,12 +52,34 @@ def out_prod(
     checks.check_rank(op, "b", b, 2, "(K, N), or (N, K) with transpose_b")
     checks.check_float(op, "a", a)
     _check(op, a, b, transpose_a, transpose_b, scale, tail)
-    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    chosen = backend.resolve(
-        implementation, op=op, has_kernel=True, refusal=launch.refusal(a, b, **options)
+    chosen = choose_out_prod(
+        a,
+        b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        implementation=implementation,
     )
     use_kernel = chosen == "pallas"
     return vjp.out_prod(a, b, scale, tail, transpose_a, transpose_b, use_kernel)
+
+
+def choose_out_prod(
+    a: jax.Array | jax.ShapeDtypeStruct,
+    b: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    implementation: str = "auto",
+) -> str:
+    """ "reference" or "pallas": what `out_prod` would run for operands of these shapes.
+
+    "auto" takes XLA's product everywhere until a card has shown the kernel to be faster
+    (README.md, "When it pays").
+    """
+    refusal = launch.refusal(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
+    return backend.resolve(
+        implementation, op="out_prod", has_kernel=True, refusal=refusal
+    )
 
 
 def _check(op, a, b, transpose_a, transpose_b, scale, tail) -> None:
