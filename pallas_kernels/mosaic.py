@@ -22,6 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import backend
 
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+# For kernels that never read what they write: no barrier at each store.
+WRITES_ONLY = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 
 
 def kernel(body: Callable, **options: Any) -> Callable:
@@ -160,6 +164,7 @@ for _allowed in (
 
 __all__ = [
     "LANE",
+    "WRITES_ONLY",
     "is_hopper",
     "kernel",
     "mgpu",
