@@ -5,6 +5,7 @@ is compiled cannot run here; registers, shared memory, the program and its memor
 are those of the described GPU, except that XLA cannot time its choices of products.
 """
 
+import contextlib
 import importlib.metadata
 import re
 from collections.abc import Callable
@@ -62,7 +63,11 @@ def absent_gpu(config: str, *, n_devices: int = 1) -> AbsentGPU:
 
 
 def compile_for(
-    gpu: AbsentGPU, function: Callable[..., Any], *arguments: Any, **jit_options: Any
+    gpu: AbsentGPU,
+    function: Callable[..., Any],
+    *arguments: Any,
+    mesh: jax.sharding.Mesh | None = None,
+    **jit_options: Any,
 ) -> Any:
     """jax.jit(function, **jit_options), compiled for the GPU and these shapes.
 
@@ -70,7 +75,8 @@ def compile_for(
         gpu: of `absent_gpu`.
         function: of arrays.
         arguments: trees of ShapeDtypeStruct; those without a sharding are on the first
-            device.
+            device, or with a mesh on all.
+        mesh: set while the function is traced.
 
     Returns:
         What `Lowered.compile` does: as_text(), memory_analysis().
@@ -80,7 +86,12 @@ def compile_for(
     """
     from jax.experimental.mosaic import gpu as mgpu
 
-    here = jax.sharding.SingleDeviceSharding(gpu.devices[0])
+    if mesh is None:
+        here = jax.sharding.SingleDeviceSharding(gpu.devices[0])
+        setting = contextlib.nullcontext()
+    else:
+        here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        setting = jax.set_mesh(mesh)
 
     def placed(t):
         sharding = here if t.sharding is None else t.sharding
@@ -90,7 +101,7 @@ def compile_for(
     # Mosaic takes the default device's generation, but for a device that is absent it
     # assumes the shared memory of the largest GPU.
     limit = mgpu.core.artificial_shared_memory_limit(gpu.shared_memory)
-    with jax.default_device(gpu.devices[0]), limit:
+    with jax.default_device(gpu.devices[0]), limit, setting:
         return jax.jit(function, **jit_options).lower(*arguments).compile()
 
 

@@ -54,6 +54,8 @@ def causal_conv1d(
 
     Numerics: float32 sums (float64 for float64 inputs); inputs of other documents are
         replaced by zeros, never multiplied by them.
+    Several devices: where a mesh with the axis "data" is set, the kernel spreads the
+        batch over it; see `sharding`.
     Gradient: saves the inputs, recomputes the sum under the activation.
     Source: Gu & Dao 2023, arXiv:2312.00752, section 3.4 (the short convolution).
         Differs: documents restart; the state is returned.

@@ -1,9 +1,12 @@
 """What the kernels can take, and how arguments are brought into that form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.causal_conv1d.shapes import DEFAULT, Blocks
+from pallas_kernels.sharding import over_batch
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _WARPGROUP = 128
@@ -21,9 +24,11 @@ def forward(window, weight, bias, run, activation):
     from pallas_kernels.causal_conv1d.kernels import conv_kernel
 
     channels = window.shape[2]
-    arrays = (_pad(t) for t in (window, weight, bias))
+    arrays = [*(_pad(t) for t in (window, weight, bias)), run]
     options = {"activation": activation, "blocks": _blocks(channels)}
-    return conv_kernel(*arrays, run, **options)[..., :channels]
+    kernel = functools.partial(conv_kernel, **options)
+    y = over_batch(kernel, arrays, axes=(0, None, None, 0), out_axes=0)
+    return y[..., :channels]
 
 
 def backward(window, weight, bias, run, dy, activation):
@@ -31,9 +36,12 @@ def backward(window, weight, bias, run, dy, activation):
     from pallas_kernels.causal_conv1d.kernels import conv_gradient_kernel
 
     n_taps, channels = weight.shape
-    arrays = (_pad(t) for t in (window, weight, bias))
+    arrays = [*(_pad(t) for t in (window, weight, bias)), run, _pad(dy)]
     options = {"activation": activation, "blocks": _blocks(channels)}
-    dwindow, sums = conv_gradient_kernel(*arrays, run, _pad(dy), **options)
+    kernel = functools.partial(conv_gradient_kernel, **options)
+    dwindow, sums = over_batch(
+        kernel, arrays, axes=(0, None, None, 0, 0), out_axes=(0, 0)
+    )
     sums = sums.sum((0, 1))[:, :channels]
     dbias = None if bias is None else sums[n_taps].astype(bias.dtype)
     return dwindow[..., :channels], sums[:n_taps].astype(weight.dtype), dbias

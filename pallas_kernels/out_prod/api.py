@@ -43,6 +43,8 @@ def out_prod(
 
     Numerics: float32 sums (float64 for float64 inputs), rounded once to a.dtype. Of a
         sum that is no multiple of 32 the kernel rounds scale · a of the last columns.
+    Several devices: where a mesh with the axis "data" is set, the first axis of a, and
+        of u, is spread over it; see `sharding`.
     Gradient: to a, b, scale and tail; saves them, no product. Those of its products
         that the kernel does not take run as the reference.
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1, for the tail.

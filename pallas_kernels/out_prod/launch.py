@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.out_prod import reference
 from pallas_kernels.out_prod.shapes import choose_tiles
+from pallas_kernels.sharding import BATCH_AXIS, over_batch, parts
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 # Copies to shared memory move 16 bytes at a time.
@@ -35,7 +37,41 @@ def refusal(a, b, *, transpose_a: bool, transpose_b: bool) -> str | None:
 
 
 def run(a, b, scale, tail, *, transpose_a: bool, transpose_b: bool) -> jax.Array:
-    """The kernel on operands that `refusal` has let through."""
+    """The kernel on operands that `refusal` has let through.
+
+    On several devices the first axis of a is taken to be the batch: rows of the result,
+    or, with transpose_a, what the sum runs over.
+    """
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    if not transpose_a:
+        u, v = tail or (None, None)
+
+        def rows(a, b, scale, u, v):
+            return _run_here(a, b, scale, None if u is None else (u, v), **options)
+
+        axes = (0, None, None, 0, None)
+        return over_batch(rows, (a, b, scale, u, v), axes=axes, out_axes=0)
+    if parts() == 1:
+        return _run_here(a, b, scale, tail, **options)
+
+    def share(a, b, scale):
+        part = _run_here(a, b, scale, None, **options).astype(jnp.float32)
+        return lax.psum(part, BATCH_AXIS)
+
+    axes = (0, 1 if transpose_b else 0, None)
+    total = over_batch(share, (a, b, scale), axes=axes, out_axes=None)
+    if tail is not None:
+        total = total + jnp.dot(*_wide(tail))
+    return total.astype(a.dtype)
+
+
+def _wide(tail):
+    u, v = tail
+    return u.astype(jnp.float32), v.astype(jnp.float32).T
+
+
+def _run_here(a, b, scale, tail, *, transpose_a, transpose_b):
+    """The kernel on one device."""
     from pallas_kernels.out_prod.kernels import out_prod_kernel
 
     m, k = a.shape[1 if transpose_a else 0], a.shape[0 if transpose_a else 1]
