@@ -75,7 +75,7 @@ def make_train_step(
     """
 
     def step(state, frozen, batch):
-        grads, sums, divergence = _gradients(
+        grads, sums, divergence = gradients(
             loss_fn,
             state.trainable,
             frozen,
@@ -153,7 +153,7 @@ def _zeros(tree) -> jax.Array:
     return jnp.stack([~jnp.any(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def _gradients(
+def gradients(
     loss_fn, trainable, frozen, batch: Batch, *, n_categories, divergence_weight, key
 ):
     """Gradients of the token-weighted mean over all micro-batches, and its parts.

@@ -4,6 +4,7 @@ A token outside the vocabulary makes NaN of a whole step.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,6 +204,28 @@ def test_a_bundle_holds_the_very_step(stopped):
     for path, leaf in flatten(saved).items():
         np.testing.assert_array_equal(flatten(found.state.trainable)[path], leaf)
     assert float(found.held.hyper.lr) == pytest.approx(0.5 * 1e-2)
+
+
+def test_the_replay_command_names_the_token(stopped, capsys):
+    code = replay_step().show(str(stopped[0] / "bundles" / "step_7"))
+
+    shown = capsys.readouterr().out
+    assert code == 3
+    assert "bundle of step 7, which was bad: gradient of" in shown
+    assert "layer: embed" in shown
+    assert "token: id 4096 at position 3 of row 0, batch 0" in shown
+    assert "in a document of " in shown
+    assert "likely cause: token id 4096 (smallest" in shown
+
+
+def replay_step():
+    import importlib.util
+
+    path = Path(__file__).resolve().parents[2] / "scripts" / "replay_step.py"
+    spec = importlib.util.spec_from_file_location("replay_step", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "wrong"])
