@@ -11,7 +11,7 @@ from bitmamba.train.lanes_numpy import OPERATIONS
 
 
 def bind(eqn, arrays: list, dtype: Callable[[Any], Any]) -> list:
-    """The operation itself on a lane's arrays; float dtypes it names become the lane's."""
+    """The operation itself; float dtypes that it names become the lane's."""
     if eqn.primitive.name in _AS_TRACED:
         given = [
             cast(x, lambda d, a=v.aval: a.dtype)

@@ -52,7 +52,7 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
 def _train(run: Run) -> int:
     """Steps, evaluations and saves up to the last step; returns the exit code."""
     config, first = run.config, int(run.state.step)
-    writer = MetricsWriter(config.workdir, resume_step=first)
+    writer = MetricsWriter(config.workdir, resume_step=first or None)
     with StopSignal() as stop, Watchdog(config.guard.stuck_s, config.workdir) as dog:
         try:
             code = _Loop(run, writer, stop, dog).go()
@@ -97,6 +97,8 @@ class _Loop:
             return self._stop(self.first)
         if self.first >= total:
             console.print(f"already trained to step {self.first} of {total}")
+            if not samples.are_written(self.config, total):
+                self._sample(total)
             self._summary()
             return DONE
         self.meter = Meter(total=total, start=self.first)
