@@ -3,6 +3,7 @@
 A token outside the vocabulary makes NaN of a whole step.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -95,7 +96,11 @@ BAD = (5, 6, 7)
 def unbroken(tmp_path_factory):
     """Three bad steps after the save of step 4; the run goes back to it, and on."""
     workdir = tmp_path_factory.mktemp("rollback") / "unbroken"
-    assert run(settings(workdir), bad=BAD) == 0
+    with (
+        workdir.with_suffix(".out").open("w") as out,
+        contextlib.redirect_stdout(out),
+    ):
+        assert run(settings(workdir), bad=BAD) == 0
     return workdir
 
 
@@ -118,11 +123,14 @@ def test_the_run_goes_back_and_on_with_the_next_data_at_a_lower_rate(unbroken):
     assert extra["n_losses"] == 7  # 1 to 4, then 8 to 10
 
 
-@pytest.mark.parametrize("crash", [6, 9])
-def test_a_kill_before_or_after_the_way_back_changes_no_bit(unbroken, tmp_path, crash):
+def test_kills_before_and_after_the_way_back_change_no_bit(unbroken, tmp_path):
     config = settings(tmp_path / "run")
     with pytest.raises(Crash):
-        run(config, bad=BAD, crash=crash)
+        run(config, bad=BAD, crash=7)
+    # Step 6 was due to be saved, but numbers were bad.
+    assert not (tmp_path / "run" / "checkpoints" / "6").exists()
+    with pytest.raises(Crash):
+        run(config, bad=BAD, crash=10)
 
     assert run(config, bad=BAD) == 0
 
@@ -133,25 +141,13 @@ def test_a_kill_before_or_after_the_way_back_changes_no_bit(unbroken, tmp_path, 
     assert [r["loss"] for r in told[0]] == [r["loss"] for r in told[1]]
 
 
-def test_it_is_told_on_the_console_and_in_the_summary(tmp_path, capsys):
-    assert run(settings(tmp_path / "run"), bad=BAD) == 0
-
-    shown = capsys.readouterr().out
+def test_it_is_told_on_the_console_and_in_the_summary(unbroken):
+    shown = unbroken.with_suffix(".out").read_text()
     assert "guard: the update of a step is skipped" in shown
     assert "update skipped (3 in a row)" in shown
     assert "rolled back to the checkpoint of step 4; going on with the data of" in shown
     assert "skipped steps (bad numbers): 3" in shown
     assert "roll-backs: 1 (learning rate x 0.5 since the last)" in shown
-
-
-def test_nothing_is_saved_while_numbers_are_bad(tmp_path):
-    config = settings(tmp_path / "run", **{"checkpoint.every": 1})
-    with pytest.raises(Crash):
-        run(config, bad=(4, 5), crash=6)
-
-    saved = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert "2" in saved
-    assert not {"4", "5"} & saved
 
 
 def test_before_the_first_save_the_way_back_is_the_start(tmp_path, capsys):
