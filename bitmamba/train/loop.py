@@ -1,5 +1,6 @@
 """The main job: step, evaluate, save, tell. It has the only clock."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,14 +57,17 @@ def _train(run: Run) -> int:
     with StopSignal() as stop, Watchdog(config.guard.stuck_s, config.workdir) as dog:
         try:
             code = _Loop(run, writer, stop, dog).go()
-        finally:
-            writer.close()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the fault itself is to be told
+                writer.close()
+            raise
         dog.beat("the last save")
-        try:
-            run.checkpointer.close()
-        except OSError as error:
-            console.print(f"[red]error: {error}")
-            return FAILED
+        for what in (writer, run.checkpointer):
+            try:
+                what.close()
+            except OSError as error:
+                console.print(f"[red]error: {error}")
+                code = FAILED
     return code
 
 
@@ -176,6 +180,7 @@ class _Loop:
         last = number == self.config.train.steps
         if last or (self._saves(number) and not self.guard.in_row):
             self._save(number)
+            self._tell_failed_save()
         return None
 
     def _stop(self, number: int) -> int:
@@ -202,8 +207,7 @@ class _Loop:
         row = records.step_row(metrics, self.run.data.categories, self.meter)
         self.writer.write(number, row)
         show(number, self.meter.line(row["loss"]))
-        if problem := self.run.checkpointer.poll():
-            console.print(f"[yellow]{problem}")
+        self._tell_failed_save()
         if "gradient_is_zero" in metrics and metrics["is_good"] and row["loss_tokens"]:
             self.watch.look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
         return self.guard.look(number, metrics)
@@ -249,9 +253,12 @@ class _Loop:
     def _sample(self, number: int) -> None:
         self.dog.beat(f"the samples at step {number}")
         params = merge(self.state.trainable, self.run.held.weights)
-        samples.write_samples(
-            self.config, self.run.data, self.run.parts.model, params, step=number
-        )
+        try:
+            samples.write_samples(
+                self.config, self.run.data, self.run.parts.model, params, step=number
+            )
+        except OSError as error:
+            console.print(f"[yellow]samples of step {number} not written: {error}")
 
     def _save(self, number: int) -> None:
         self.run.checkpointer.save(
@@ -268,6 +275,10 @@ class _Loop:
             },
         )
 
+    def _tell_failed_save(self) -> None:
+        if problem := self.run.checkpointer.poll():
+            console.print(f"[yellow]{problem}")
+
     def _summary(self) -> None:
         seconds = time.perf_counter() - self.run.started
         figures = {"total time": units.duration(seconds)}
@@ -276,9 +287,12 @@ class _Loop:
                 "speed": f"{units.count(self.meter.tokens_per_s)} tokens/s",
                 "waiting for data": units.percent(self.meter.data_share),
             }
-        summary.show_summary(
-            console,
-            Path(self.config.workdir),
-            title=self.config.name,
-            figures=figures | self.guard.figures(int(self.state.bad_total)),
-        )
+        try:
+            summary.show_summary(
+                console,
+                Path(self.config.workdir),
+                title=self.config.name,
+                figures=figures | self.guard.figures(int(self.state.bad_total)),
+            )
+        except OSError as error:
+            console.print(f"[yellow]summary not finished: {error}")

@@ -68,9 +68,10 @@ def moment(jobs, job, saving):
     if "step compiled" not in job.shown:
         return "compile" if jobs.compiles(job) else "start"
     found = jobs.rows(job.workdir)
-    last = found[-1]["step"] if found else 0
-    missing = last % RUN["eval__every"] == 0 and "eval/loss" not in found[-1:][0]
-    return "evaluation" if not found or missing else "step"
+    if not found:
+        return "evaluation"
+    is_due = found[-1]["step"] % RUN["eval__every"] == 0
+    return "evaluation" if is_due and "eval/loss" not in found[-1] else "step"
 
 
 @pytest.mark.slow
