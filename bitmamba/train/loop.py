@@ -13,7 +13,7 @@ from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.writer import MetricsWriter
-from bitmamba.paths import flatten, merge
+from bitmamba.paths import merge
 from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
 from bitmamba.train import records, restore, samples
@@ -21,7 +21,6 @@ from bitmamba.train.evaluate import against_base
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.rollback import GO_ON, STOP, Bad, Guard
 from bitmamba.train.signals import StopSignal
-from bitmamba.train.watch import ZeroWatch
 from bitmamba.train.watchdog import Watchdog
 
 console = Console(highlight=False, soft_wrap=True)
@@ -89,7 +88,7 @@ class _Loop:
         self.state = run.state
         self.first = self.at = int(run.state.step)
         self.base = dict(run.remembered.get("base", {}))
-        self.watch = ZeroWatch(list(flatten(run.parts.trainable)))
+        self.recorder = records.Recorder(run, writer, console)
         self.guard = Guard(run, writer, console)
         self.meter = Meter(total=self.config.train.steps, start=self.first)
 
@@ -113,6 +112,9 @@ class _Loop:
         if code is None:
             self._sample(total)
             self._summary()
+            if wrong := self.recorder.noop.verdict():
+                console.print(f"[red]error: {wrong}")
+                return FAILED
         return DONE if code is None else code
 
     def _begin(self) -> None:
@@ -204,12 +206,9 @@ class _Loop:
         if number == self.first + 1:
             seconds = time.perf_counter() - self.run.started
             console.print(f"first step done {units.duration(seconds)} after the start")
-        row = records.step_row(metrics, self.run.data.categories, self.meter)
-        self.writer.write(number, row)
-        show(number, self.meter.line(row["loss"]))
+        loss = self.recorder.step(number, metrics, self.meter)
+        show(number, self.meter.line(loss))
         self._tell_failed_save()
-        if "gradient_is_zero" in metrics and metrics["is_good"] and row["loss_tokens"]:
-            self.watch.look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
         return self.guard.look(number, metrics)
 
     def _react(self, action: str, bad: Bad | None) -> int | None:
@@ -287,6 +286,8 @@ class _Loop:
                 "speed": f"{units.count(self.meter.tokens_per_s)} tokens/s",
                 "waiting for data": units.percent(self.meter.data_share),
             }
+        if empty := self.recorder.noop.empty_steps:
+            figures["steps without a token to train"] = str(empty)
         try:
             summary.show_summary(
                 console,

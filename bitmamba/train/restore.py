@@ -15,7 +15,7 @@ from bitmamba.data import DataBundle
 from bitmamba.io.base import BASE, load_base
 from bitmamba.io.checkpoint import Checkpointer, Restored, load_params
 from bitmamba.io.digests import check_same, tree_digests
-from bitmamba.io.load import DamagedError
+from bitmamba.io.load import DamagedError, check_finite
 from bitmamba.lora.adapters import init_adapters
 from bitmamba.models import build_model, init_params
 from bitmamba.models.frozen import projection_value
@@ -242,6 +242,7 @@ def _check_params(source: str, params: Params, shapes: Params) -> None:
                 f"{where}: {path}: got {found[path].dtype}{found[path].shape}; "
                 f"expected {leaf.dtype}{leaf.shape} by config.model"
             )
+    check_finite(params, where=where)
 
 
 def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:
