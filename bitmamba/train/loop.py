@@ -186,16 +186,17 @@ class _Loop:
         return None
 
     def _stop(self, number: int) -> int:
-        if number == self.first or self.guard.in_row:
-            good = self.run.checkpointer.last_good()
-            kept = "nothing was saved yet" if good is None else f"step {good} is saved"
-            console.print(f"{self.stop.received}: {kept}; the same command goes on")
-            return self.config.guard.stop_code
-        self._save(number)
+        saves = number > self.first and not self.guard.in_row
+        if saves:
+            self._save(number)
         self.dog.beat("the save before leaving")
-        problem = self.run.checkpointer.wait()
-        saved = problem or f"saved step {number}; the same command goes on from there"
-        console.print(f"{self.stop.received}: {saved}")
+        told = self.run.checkpointer.wait()
+        good = self.run.checkpointer.last_good()
+        if not told and not saves:
+            told = "nothing was saved yet" if good is None else f"step {good} is saved"
+            told += "; the same command goes on"
+        told = told or f"saved step {number}; the same command goes on from there"
+        console.print(f"{self.stop.received}: {told}")
         return self.config.guard.stop_code
 
     def _record(

@@ -5,6 +5,8 @@ A token outside the vocabulary makes NaN of a whole step.
 
 import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +61,11 @@ class Crash(Exception):
     """Stands for a kill: nothing is saved or closed."""
 
 
-def run(config, *, bad=(), crash=None):
-    """Train; `bad` steps get a token outside the vocabulary, `crash` is not reached."""
+def run(config, *, bad=(), crash=None, stop=None):
+    """Train; `bad` steps get a token outside the vocabulary, `crash` is not reached.
+
+    stop: the step during which the process is told to stop.
+    """
     data = read_once(config)
     batches = type(data).batches.__get__(data)
 
@@ -68,6 +73,8 @@ def run(config, *, bad=(), crash=None):
         for number, batch in enumerate(batches(start), start + 1):
             if number == crash:
                 raise Crash
+            if number == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
             if number in bad:
                 tokens = batch.tokens.copy()
                 tokens[0, 0, 3] = config.model.vocab_size
@@ -139,6 +146,19 @@ def test_kills_before_and_after_the_way_back_change_no_bit(unbroken, tmp_path):
     assert ours["extra"] == theirs["extra"]
     told = [[r for r in rows(w) if "loss" in r] for w in (tmp_path / "run", unbroken)]
     assert [r["loss"] for r in told[0]] == [r["loss"] for r in told[1]]
+
+
+def test_a_stop_among_bad_steps_saves_none_of_them(unbroken, tmp_path, capsys):
+    config = settings(tmp_path / "run")
+
+    assert run(config, bad=BAD, stop=6) == 143
+
+    assert "SIGTERM: step 4 is saved; the same command goes on" in (
+        capsys.readouterr().out
+    )
+    assert load_params(tmp_path / "run")[1]["step"] == 4
+    assert run(config, bad=BAD) == 0
+    assert last(tmp_path / "run")["digests"] == last(unbroken)["digests"]
 
 
 def test_it_is_told_on_the_console_and_in_the_summary(unbroken):
