@@ -1,6 +1,7 @@
-"""Settings of the guard: each wrong one is refused by name, and may change on resume."""
+"""Settings of the guard: wrong ones are refused by name; all may change on resume."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_out_of_range_is_refused_by_name(name, value):
 
 
 def test_the_nearest_name_is_told():
-    with pytest.raises(ValueError, match="did you mean .*lr_cut"):
+    with pytest.raises(ValueError, match=r"did you mean .*lr_cut"):
         typed(lr_cuts=0.5)
 
 
@@ -50,11 +51,8 @@ def test_old_configurations_have_the_defaults():
 
 
 def test_the_guard_may_change_on_resume():
-    class Data:
-        fingerprints = {"tokenizer": "t"}
-        plan_digest = "p"
-
+    data = SimpleNamespace(fingerprints={"tokenizer": "t"}, plan_digest="p")
     config = typed()
     other = dataclasses.replace(config, guard=GuardConfig(lr_cut=0.1))
 
-    assert fingerprints(config, Data) == fingerprints(other, Data)
+    assert fingerprints(config, data) == fingerprints(other, data)
