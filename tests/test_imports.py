@@ -12,7 +12,8 @@ ALLOWED = {
     "bitmamba.types": set(),
     "bitmamba.paths": set(),
     "bitmamba.assets_path": set(),
-    "bitmamba.config": {"config_model"},
+    "bitmamba.config": {"config_model", "config_guard"},
+    "bitmamba.config_guard": set(),
     "bitmamba.config_model": set(),
     "bitmamba.config_checks": {"config"},
     "bitmamba.config_read": {"config", "config_checks"},
@@ -27,9 +28,11 @@ ALLOWED = {
     "bitmamba.report": {"config", "types"},
     "bitmamba.assets": set(),
     # The pure parts of training know types only; the others compose.
-    "bitmamba.train.step": {"train.state", "train.metrics", "types"},
+    "bitmamba.train.step": {"train.state", "train.metrics", "train.spike", "types"},
+    "bitmamba.train.spike": {"types"},
+    "bitmamba.train.guard": {"config", "types"},
     "bitmamba.train.metrics": {"types"},
-    "bitmamba.train.state": {"types"},
+    "bitmamba.train.state": {"train.spike", "types"},
     "bitmamba.train.evaluate": {"train.step", "train.metrics", "types"},
     "bitmamba.train": None,
 }
