@@ -6,6 +6,7 @@ Each part of the program receives only its own dataclass.
 
 from dataclasses import dataclass, field
 
+from bitmamba.config_guard import CheckpointConfig, GuardConfig
 from bitmamba.config_model import (
     LAYER_SYMBOLS,
     AttentionConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "GuardConfig",
     "LoraConfig",
     "LoraRule",
     "LossConfig",
@@ -242,7 +244,8 @@ class TrainConfig:
         through the body) or "lora" (adapters and what `LoraConfig` names).
     steps: optimiser updates. batch_size: windows per micro-batch.
     accumulation: micro-batches per update, weighted exactly by their tokens.
-    max_bad_steps: stop after this many non-finite updates in a row.
+    max_bad_steps: go back to the last good checkpoint after this many bad steps in a
+        row; see `GuardConfig`.
     """
 
     mode: str = "full"
@@ -269,19 +272,6 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving every `every` steps and at the end, the newest `keep` stay.
-
-    init_from: a checkpoint folder of another run, a step folder in one, or
-        "assets:base"; only its parameters are taken. None starts from scratch.
-    """
-
-    every: int = 50
-    keep: int = 2
-    init_from: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run depends on; saved in the work directory and checkpoints.
 
@@ -302,3 +292,4 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)

@@ -8,6 +8,7 @@ from typing import Any
 from bitmamba.config import (
     LAYER_SYMBOLS,
     Config,
+    GuardConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -27,6 +28,7 @@ def check(config: Config) -> None:
     _check_train(config)
     _check_lora(config)
     _check_loss(config)
+    _check_guard(config.guard)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -214,6 +216,20 @@ def _check_loss(config: Config) -> None:
     if not 0 <= loss.pull <= 1:
         raise ValueError(
             f"config.loss.pull: got {loss.pull:g}; expected 0 <= pull <= 1"
+        )
+
+
+def _check_guard(guard: GuardConfig) -> None:
+    where = "config.guard"
+    for name in ("spike_sigmas", "spike_rise", "stuck_s"):
+        _not_negative(f"{where}.{name}", getattr(guard, name))
+    _at_least(f"{where}.max_rollbacks", guard.max_rollbacks, 0)
+    if not 0 < guard.lr_cut <= 1:
+        raise ValueError(f"{where}.lr_cut: got {guard.lr_cut:g}; expected 0 < cut <= 1")
+    if not 1 <= guard.stop_code <= 255 or guard.stop_code in (1, 2, 3):
+        raise ValueError(
+            f"{where}.stop_code: got {guard.stop_code}; expected 4 to 255 (1, 2 and 3 "
+            "have their own meaning)"
         )
 
 

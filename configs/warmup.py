@@ -3,6 +3,8 @@
 Command: python train.py --config=configs/warmup.py
 Then:    python train.py --config=configs/sft.py \
              --config.checkpoint.init_from=runs/warmup
+Cost and result (tiny, 2 busy CPU cores): 7 minutes; held-out text 8.41 -> 5.29 nats a
+token. Phase 2 from there: held-out examples 5.59 -> 4.63, held-out text 5.29 -> 5.56.
 The bundled base was made with this file, more text and more steps; the exact
 command is in bitmamba/assets/README.md.
 """

@@ -1,11 +1,16 @@
-"""Which implementation of an operator runs."""
+"""Which implementation of an operator runs, and on what."""
 
 import functools
 import logging
 
 import jax
+from jax.extend import backend as jax_backend
+
+from pallas_kernels import compat
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
+# The first GPU generation with the tensor-core instructions the kernels use.
+OLDEST_GPU = (8, 0)
 
 _log = logging.getLogger("pallas_kernels")
 
@@ -16,15 +21,40 @@ def _log_choice(op: str, asked: str, chosen: str, reason: str) -> None:
     _log.info("%s: implementation=%s runs %s (%s)", op, asked, chosen, reason)
 
 
-def resolve(implementation: str, *, op: str) -> str:
+def platform() -> str:
+    """ "cpu", "gpu" or another: of the device that a computation traced now runs on."""
+    return jax_backend.get_default_device().platform
+
+
+def capability() -> tuple[int, int] | None:
+    """Compute capability of that device, e.g. (8, 6); None if it is no NVIDIA GPU."""
+    text = getattr(jax_backend.get_default_device(), "compute_capability", "")
+    parts = str(text).split(".")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def resolve(
+    implementation: str,
+    *,
+    op: str,
+    has_kernel: bool = False,
+    refusal: str | None = None,
+    wins: bool = False,
+) -> str:
     """Turn the caller's wish into the implementation that runs.
 
     Args:
         implementation: "auto", "reference" or "pallas".
         op: name of the operator, for messages.
+        has_kernel: whether a Pallas kernel has been written for the operator.
+        refusal: why it cannot take these arguments ("x: got …; expected …"), or None.
+        wins: whether "auto" takes the kernel on a GPU: only where it is known, by
+            measurement or by count, to beat the reference.
 
     Returns:
-        "reference" (the only one there is so far).
+        "reference" or "pallas". On a CPU "pallas" is interpreted (`mosaic.kernel`).
 
     Raises:
         ValueError: the name is unknown.
@@ -35,12 +65,40 @@ def resolve(implementation: str, *, op: str) -> str:
             f"{op}: implementation: got {implementation!r}; expected one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}; use 'auto' when in doubt"
         )
+    if implementation == "reference":
+        return "reference"
+    missing = _missing(op, has_kernel, refusal)
     if implementation == "pallas":
-        raise NotImplementedError(
-            f"{op}: implementation: got 'pallas'; there is no Pallas kernel for {op} "
-            f"on platform {jax.default_backend()!r} with JAX {jax.__version__}; "
-            "use 'auto' or 'reference'"
-        )
-    if implementation == "auto":
-        _log_choice(op, "auto", "reference", "no kernel has been written for it")
-    return "reference"
+        if missing:
+            raise NotImplementedError(
+                f"{op}: implementation: got 'pallas'; {missing}; use 'auto' or "
+                "'reference'"
+            )
+        if platform() == "cpu":
+            _log_choice(op, "pallas", "pallas", "interpreted: slow, for checking only")
+        return "pallas"
+    reason = missing or _loss(wins)
+    _log_choice(op, "auto", *(("reference", reason) if reason else ("pallas", "GPU")))
+    return "reference" if reason else "pallas"
+
+
+def _missing(op: str, has_kernel: bool, refusal: str | None) -> str | None:
+    """What a kernel lacks to run here, or None."""
+    here = f"on platform {platform()!r} with JAX {jax.__version__}"
+    if not has_kernel:
+        return f"there is no Pallas kernel for {op} {here}"
+    if not compat.HAS_MOSAIC_GPU:
+        return f"the kernel needs {compat.MOSAIC_GPU_NEEDS}; this is {jax.__version__}"
+    if platform() not in ("cpu", "gpu"):
+        return f"the kernel does not run {here}; expected 'gpu', or 'cpu' to check it"
+    if platform() == "gpu" and (capability() or (0, 0)) < OLDEST_GPU:
+        found = jax_backend.get_default_device().device_kind
+        return f"the kernel needs an NVIDIA GPU of sm_80 or later; this is {found}"
+    return refusal
+
+
+def _loss(wins: bool) -> str | None:
+    """Why "auto" leaves a kernel that could run, or None."""
+    if platform() == "cpu":
+        return "no GPU here"
+    return None if wins else "not known to be faster than XLA here"

@@ -1,8 +1,15 @@
-"""The one place that knows JAX versions (0.10 to 0.12)."""
+"""The one place that knows JAX versions (0.10 to 0.12).
+
+The Mosaic GPU names that move between them are in `mosaic`, which only kernel files
+import: a process that runs no kernel does not load Pallas.
+"""
 
 import jax
 
 HAS_BARRIER = jax.__version_info__ >= (0, 11)
+# Tensor-core kernels for GPUs before Hopper. JAX 0.10 has none.
+HAS_MOSAIC_GPU = jax.__version_info__ >= (0, 11)
+MOSAIC_GPU_NEEDS = "JAX 0.11 or later (and with it Python 3.12)"
 
 
 def materialise(x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ once; the directory is self-contained. `README.md` here states the format.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,7 +181,12 @@ class Checkpointer:
         return next(iter(steps.step_folders(self._directory)), None)
 
     def restore_latest(
-        self, target_trainable: Any, target_opt_state: Any, target_frozen: Any = None
+        self,
+        target_trainable: Any,
+        target_opt_state: Any,
+        target_frozen: Any = None,
+        *,
+        prefer: Callable[[int], bool] = lambda step: True,
     ) -> Restored | None:
         """The newest step that is whole, or None when there is none at all.
 
@@ -193,6 +198,7 @@ class Checkpointer:
             target_trainable, target_opt_state: trees of arrays or of
                 `jax.ShapeDtypeStruct`s; results are placed by their shardings.
             target_frozen: likewise; None restores no frozen parameters.
+            prefer: steps that are tried first, newest first, before the others.
 
         Raises:
             ValueError: a fingerprint, shape, dtype or path differs from the saved
@@ -200,7 +206,9 @@ class Checkpointer:
         """
         self._collect()
         targets = {"trainable": target_trainable, "opt_state": target_opt_state}
-        for step, folder in steps.step_folders(self._directory).items():
+        folders = steps.step_folders(self._directory)
+        for step in sorted(folders, key=prefer, reverse=True):  # stable: newest first
+            folder = folders[step]
             try:
                 record, placed = self._restore_step(folder, targets)
             except load.DamagedError as damage:

@@ -29,6 +29,7 @@ from bitmamba.optim import (
 from bitmamba.report.plan import MemoryPlan
 from bitmamba.train.evaluate import make_eval_step
 from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
+from bitmamba.train.spike import SpikeRule
 from bitmamba.train.state import TrainState, init_state
 from bitmamba.train.step import Pull, make_train_step
 from bitmamba.types import Batch, BatchWithBase, Params
@@ -84,6 +85,7 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         hyper=lambda frozen: frozen.hyper,
         seed=config.seed,
         watch_zeros=config.train.mode == "lora",
+        spike=_spike(config),
     )
     eval_step = make_eval_step(make_eval_loss(model), n_categories=len(data.categories))
     return Parts(
@@ -149,6 +151,12 @@ def split_trainable(config: Config, tree: Params) -> tuple[Params, Params]:
             is_adapter_leaf(path) or paths.first_match(path, direct) is not None
         ),
     )
+
+
+def _spike(config: Config) -> SpikeRule | None:
+    if not config.guard.spike_sigmas:
+        return None
+    return SpikeRule(config.guard.spike_sigmas, config.guard.spike_rise)
 
 
 def _pull(config: Config) -> Pull | None:

@@ -55,9 +55,9 @@ class Divergence:
         self._last = ""
 
     def step(self, number: int, loss: float, *, bad_in_row: int, where: str) -> None:
-        """Take in a step; `where` names what was not finite if something was."""
+        """Take in a step; `where` says what was bad about it if something was."""
         if bad_in_row >= self._limits.max_bad_steps:
-            self._stop(number, f"{where} is not finite, {bad_in_row} steps in a row")
+            self._stop(number, f"{where}, {bad_in_row} steps in a row")
         if bad_in_row:
             return
         if math.isnan(self._start):

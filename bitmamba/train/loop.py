@@ -1,6 +1,6 @@
 """The main job: step, evaluate, save, tell. It has the only clock."""
 
-import json
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,19 +9,19 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED, STOPPED
+from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.writer import MetricsWriter
-from bitmamba.paths import flatten, merge
+from bitmamba.paths import merge
 from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
-from bitmamba.train import samples
-from bitmamba.train.evaluate import against_base, held_out_losses
-from bitmamba.train.metrics import category_losses, total_sums
+from bitmamba.train import records, restore, samples
+from bitmamba.train.evaluate import against_base
 from bitmamba.train.prepare import Run, dry_run, prepare
+from bitmamba.train.rollback import GO_ON, STOP, Bad, Guard
 from bitmamba.train.signals import StopSignal
-from bitmamba.train.watch import ZeroWatch
+from bitmamba.train.watchdog import Watchdog
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -44,186 +44,221 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
     if dry:
         dry_run(config, data, console=console)
         return lambda: DONE
-    prepared = prepare(config, data, console=console)
+    with StopSignal(at_once=config.guard.stop_code):
+        prepared = prepare(config, data, console=console)
     return lambda: _train(prepared)
 
 
 def _train(run: Run) -> int:
     """Steps, evaluations and saves up to the last step; returns the exit code."""
-    first = int(run.state.step)
-    writer = MetricsWriter(run.config.workdir, resume_step=first)
-    with StopSignal() as stop:
+    config, first = run.config, int(run.state.step)
+    writer = MetricsWriter(config.workdir, resume_step=first or None)
+    with StopSignal() as stop, Watchdog(config.guard.stuck_s, config.workdir) as dog:
         try:
-            code = _Loop(run, writer, stop).go()
-        finally:
-            writer.close()
-    try:
-        run.checkpointer.close()
-    except OSError as error:
-        console.print(f"[red]error: {error}")
-        return FAILED
+            code = _Loop(run, writer, stop, dog).go()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the fault itself is to be told
+                writer.close()
+            raise
+        dog.beat("the last save")
+        for what in (writer, run.checkpointer):
+            try:
+                what.close()
+            except OSError as error:
+                console.print(f"[red]error: {error}")
+                code = FAILED
     return code
 
 
-class _Loop:
-    """The state of one pass through the steps; nothing outlives `go`."""
+class _Stopped(Exception):
+    """A signal came while something was evaluated."""
 
-    def __init__(self, run: Run, writer: MetricsWriter, stop: StopSignal) -> None:
-        self.run, self.writer, self.stop = run, writer, stop
+
+class _Loop:
+    """The state of one pass through the steps; nothing outlives `go`.
+
+    at: the step that `state` stands at, wherever no step is under way.
+    """
+
+    def __init__(
+        self, run: Run, writer: MetricsWriter, stop: StopSignal, dog: Watchdog
+    ) -> None:
+        self.run, self.writer, self.stop, self.dog = run, writer, stop, dog
         self.config = run.config
         self.state = run.state
-        self.first = int(run.state.step)
+        self.first = self.at = int(run.state.step)
         self.base = dict(run.remembered.get("base", {}))
-        self.leaves = list(flatten(run.parts.trainable))
-        self.watch = ZeroWatch(self.leaves)
+        self.recorder = records.Recorder(run, writer, console)
+        self.guard = Guard(run, writer, console)
         self.meter = Meter(total=self.config.train.steps, start=self.first)
 
     def go(self) -> int:
         total = self.config.train.steps
+        try:
+            self._begin()
+        except _Stopped:
+            return self._stop(self.first)
         if self.first >= total:
             console.print(f"already trained to step {self.first} of {total}")
+            if not samples.are_written(self.config, total):
+                self._sample(total)
             self._summary()
             return DONE
+        self.meter = Meter(total=total, start=self.first)
+        code = None
+        with progress_bar(console, total=total, start=self.first) as show:
+            while code is None and self.at < total:
+                code = self._stretch(show)
+        if code is None:
+            self._sample(total)
+            self._summary()
+            if wrong := self.recorder.noop.verdict():
+                console.print(f"[red]error: {wrong}")
+                return FAILED
+        return DONE if code is None else code
+
+    def _begin(self) -> None:
+        """What comes before the first step, or was missed before a stop."""
         if self.first == 0:
             self._evaluate(0)
             self._sample(0)
-        elif self.first % self.config.eval.every == 0:
-            self._evaluate_if_missed()
-        self.meter = Meter(total=total, start=self.first)
-        with progress_bar(console, total=total, start=self.first) as show:
-            code = self._steps(show)
-        if code == DONE:
-            self._sample(total)
-            self._summary()
-        return code
+        elif self._evaluates(self.first):
+            # A run that was told to stop saves first, and leaves this to us.
+            rows = summary.read_rows(Path(self.config.workdir) / "metrics.jsonl")
+            if not any(r["step"] == self.first and "eval/loss" in r for r in rows):
+                self._evaluate(self.first)
 
-    def _steps(self, show: Callable[[int, str], None]) -> int:
-        batches = iter(self.run.batches(self.first))
+    def _stretch(self, show: Callable[[int, str], None]) -> int | None:
+        """Steps from `at` on, to the end or to a roll-back; an exit code ends all."""
+        batches = iter(self.run.batches(self.at))
+        held = self.guard.held
         pending = None
-        for number in range(self.first + 1, self.config.train.steps + 1):
+        for number in range(self.at + 1, self.config.train.steps + 1):
+            self.dog.beat(f"step {number}")
             before = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - before
-            self.state, metrics = self.run.step(self.state, self.run.held, batch)
+            self.state, metrics = self.run.step(self.state, held, batch)
             tokens = int(np.count_nonzero(batch.segment_ids))
             self.meter.step_done(number, tokens=tokens, waited=waited)
             # One step late, so that the device never waits for the host.
-            if pending and (code := self._record(*pending, show)) is not None:
-                return code
+            if pending:
+                action, bad = self._record(*pending, show)
+                if action != GO_ON:
+                    return self._react(action, bad)
             pending = (number, metrics)
-            if self._is_due(number) or self.stop.received:
-                if (code := self._record(*pending, show)) is not None:
-                    return code
+            due = self._evaluates(number) or self._saves(number) or self.stop.received
+            if due or self.guard.must_look_at_once:
+                self.at = number
+                action, bad = self._record(*pending, show)
                 pending = None
-                if (code := self._due(number)) is not None:
+                code = self._react(action, bad)
+                if code is None and due:
+                    code = self._due(number)
+                if code is not None or action != GO_ON:
                     return code
-        return DONE
+        return None
 
-    def _is_due(self, number: int) -> bool:
-        last = number == self.config.train.steps
-        evaluates = number % self.config.eval.every == 0
-        return last or evaluates or number % self.config.checkpoint.every == 0
+    def _evaluates(self, number: int) -> bool:
+        return number == self.config.train.steps or number % self.config.eval.every == 0
+
+    def _saves(self, number: int) -> bool:
+        every = self.config.checkpoint.every
+        return number == self.config.train.steps or number % every == 0
 
     def _due(self, number: int) -> int | None:
-        """Evaluate, save, or stop after step `number`."""
-        last = number == self.config.train.steps
+        """Evaluate, save, or stop after step `number`; an exit code ends all."""
         if self.stop.received:
             return self._stop(number)
-        if last or number % self.config.eval.every == 0:
+        if self._evaluates(number):
             before = time.perf_counter()
-            self._evaluate(number)
+            try:
+                code = self._evaluate_until_good(number)
+            except _Stopped:
+                return self._stop(number)
+            if code is not None:
+                return code
             self.meter.exclude(time.perf_counter() - before)
-        if last or number % self.config.checkpoint.every == 0:
+        last = number == self.config.train.steps
+        if last or (self._saves(number) and not self.guard.in_row):
             self._save(number)
+            self._tell_failed_save()
         return None
 
     def _stop(self, number: int) -> int:
-        self._save(number)
-        problem = self.run.checkpointer.wait()
-        saved = problem or f"saved step {number}; the same command goes on from there"
-        console.print(f"{self.stop.received}: {saved}")
-        return STOPPED
+        saves = number > self.first and not self.guard.in_row
+        if saves:
+            self._save(number)
+        self.dog.beat("the save before leaving")
+        told = self.run.checkpointer.wait()
+        good = self.run.checkpointer.last_good()
+        if not told and not saves:
+            told = "nothing was saved yet" if good is None else f"step {good} is saved"
+            told += "; the same command goes on"
+        told = told or f"saved step {number}; the same command goes on from there"
+        console.print(f"{self.stop.received}: {told}")
+        return self.config.guard.stop_code
 
-    def _record(self, number: int, metrics: dict, show: Callable) -> int | None:
-        """Write one step's row; an exit code when numbers stay bad."""
+    def _record(
+        self, number: int, metrics: dict, show: Callable
+    ) -> tuple[str, Bad | None]:
+        """Write one step's row; what is to be done about its numbers."""
         metrics = jax.device_get(metrics)
-        loss = float(metrics["loss"])
         if number == self.first + 1:
             seconds = time.perf_counter() - self.run.started
             console.print(f"first step done {units.duration(seconds)} after the start")
-        names = self.run.data.categories
-        sums = total_sums([metrics["sums"]], len(names))
-        by_category = category_losses(sums, names)
-        row = {
-            "loss": loss,
-            "tokens_per_s": self.meter.tokens_per_s,
-            "data_wait_share": self.meter.data_share,
-            "loss_tokens": float(sums.weight.sum()),
-            "bad_in_row": int(metrics["bad_in_row"]),
-            **{f"train/{k}/loss": v for k, v in by_category.items()},
-            **{k: float(v) for k, v in metrics["report"].items()},
-        }
-        if "divergence" in metrics:
-            row["tmkl"] = float(metrics["divergence"])
-        self.writer.write(number, row)
+        loss = self.recorder.step(number, metrics, self.meter)
         show(number, self.meter.line(loss))
-        if problem := self.run.checkpointer.poll():
-            console.print(f"[yellow]{problem}")
-        if "gradient_is_zero" in metrics and metrics["is_good"] and row["loss_tokens"]:
-            self.watch.look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
-        return self._check_numbers(number, metrics)
+        self._tell_failed_save()
+        return self.guard.look(number, metrics)
 
-    def _check_numbers(self, number: int, metrics: dict) -> int | None:
-        if metrics["is_good"]:
+    def _react(self, action: str, bad: Bad | None) -> int | None:
+        """Nothing, a roll-back, or the exit code of a run whose numbers went bad."""
+        if action == GO_ON or bad is None:
             return None
-        bad = [
-            path
-            for path, fine in zip(self.leaves, metrics["leaf_is_finite"], strict=True)
-            if not fine
-        ]
-        where = f"gradient of {bad[0]} ({len(bad)} in all)" if bad else "loss"
-        in_row = int(metrics["bad_in_row"])
-        console.print(
-            f"[red]step {number}: {where} is not finite; update skipped "
-            f"({in_row} in a row)"
-        )
-        if in_row < self.config.train.max_bad_steps:
-            return None
-        good = self.run.checkpointer.last_good()
-        kept = "no checkpoint" if good is None else f"last good checkpoint: step {good}"
-        console.print(f"[red]stopped: numbers went bad; {kept}")
-        return BAD_NUMBERS
+        if action == STOP:
+            self.guard.stop(bad, self.state)
+            return BAD_NUMBERS
+        bad_total = int(self.state.bad_total)
+        # What ran ahead of the bad step is forgotten with the state it made.
+        state = self.guard.roll_back(bad, bad_total)
+        if state is None:
+            return BAD_NUMBERS
+        self.state, self.at = state, bad.step
+        return None
 
-    def _evaluate(self, number: int) -> None:
-        result = held_out_losses(
-            self.run.parts.eval_step,
-            self.state.trainable,
-            self.run.held,
-            examples=self.run.data.eval_sft,
-            text=self.run.data.eval_replay,
-            categories=self.run.data.categories,
+    def _evaluate_until_good(self, number: int) -> int | None:
+        while True:
+            action, bad = self._evaluate(number)
+            if action == GO_ON:
+                return None
+            if (code := self._react(action, bad)) is not None:
+                return code
+
+    def _evaluate(self, number: int) -> tuple[str, Bad | None]:
+        def each():
+            self.dog.beat(f"the evaluation at step {number}")
+            if self.stop.received:
+                raise _Stopped
+
+        result = records.evaluate(
+            self.run, self.state.trainable, self.run.held, each=each
         )
         self.base = self.base or dict(result)
         result |= against_base(result, self.base)
         self.writer.write(number, result)
         console.print(screen.evaluation_line(number, result))
-
-    def _evaluate_if_missed(self) -> None:
-        """A run that was told to stop saves first, and leaves its evaluation to us."""
-        rows = summary.read_rows(Path(self.config.workdir) / "metrics.jsonl")
-        if not any(r["step"] == self.first and "eval/loss" in r for r in rows):
-            self._evaluate(self.first)
+        return self.guard.look_at_evaluation(number, result)
 
     def _sample(self, number: int) -> None:
+        self.dog.beat(f"the samples at step {number}")
         params = merge(self.state.trainable, self.run.held.weights)
-        texts = samples.continue_prompts(
-            self.config, self.run.data, self.run.parts.model, params
-        )
-        path = Path(self.config.workdir) / "samples.jsonl"
-        with path.open("a" if number else "w", encoding="utf-8") as file:
-            for prompt, text in texts:
-                row = {"step": number, "prompt": prompt, "text": text}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        try:
+            samples.write_samples(
+                self.config, self.run.data, self.run.parts.model, params, step=number
+            )
+        except OSError as error:
+            console.print(f"[yellow]samples of step {number} not written: {error}")
 
     def _save(self, number: int) -> None:
         self.run.checkpointer.save(
@@ -233,12 +268,16 @@ class _Loop:
             frozen_digests=self.run.frozen_digests,
             frozen_source=self.run.frozen_source,
             extra={
-                "bad_in_row": int(self.state.bad_in_row),
-                "bad_total": int(self.state.bad_total),
+                **restore.remembered(self.state),
+                "guard": self.guard.saved(),
                 "base": self.base,
                 "start": self.run.remembered.get("start", {}),
             },
         )
+
+    def _tell_failed_save(self) -> None:
+        if problem := self.run.checkpointer.poll():
+            console.print(f"[yellow]{problem}")
 
     def _summary(self) -> None:
         seconds = time.perf_counter() - self.run.started
@@ -248,11 +287,14 @@ class _Loop:
                 "speed": f"{units.count(self.meter.tokens_per_s)} tokens/s",
                 "waiting for data": units.percent(self.meter.data_share),
             }
-        if bad := int(self.state.bad_total):
-            figures["skipped steps (numbers not finite)"] = str(bad)
-        summary.show_summary(
-            console,
-            Path(self.config.workdir),
-            title=self.config.name,
-            figures=figures,
-        )
+        if empty := self.recorder.noop.empty_steps:
+            figures["steps without a token to train"] = str(empty)
+        try:
+            summary.show_summary(
+                console,
+                Path(self.config.workdir),
+                title=self.config.name,
+                figures=figures | self.guard.figures(int(self.state.bad_total)),
+            )
+        except OSError as error:
+            console.print(f"[yellow]summary not finished: {error}")

@@ -6,19 +6,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from bitmamba import config_read, paths
 from bitmamba.config import Config, LossConfig
 from bitmamba.data import DataBundle
 from bitmamba.io.base import BASE, load_base
-from bitmamba.io.checkpoint import Checkpointer, load_params
+from bitmamba.io.checkpoint import Checkpointer, Restored, load_params
 from bitmamba.io.digests import check_same, tree_digests
+from bitmamba.io.load import DamagedError, check_finite
 from bitmamba.lora.adapters import init_adapters
 from bitmamba.models import build_model, init_params
 from bitmamba.models.frozen import projection_value
 from bitmamba.train.build import Parts, hold, split_trainable, state_shape
 from bitmamba.train.objective import Frozen
+from bitmamba.train.spike import LossHistory
 from bitmamba.train.state import TrainState, init_state
 from bitmamba.types import Params
 
@@ -48,12 +51,37 @@ def start_or_resume(
     """
     shape = state_shape(parts)
     source = None if keeps_base(config) else config.checkpoint.init_from
-    restored = checkpointer.restore_latest(
-        shape.trainable, shape.opt_state, None if source else parts.frozen
-    )
+    targets = shape.trainable, shape.opt_state
+    try:
+        restored = checkpointer.restore_latest(
+            *targets, None if source else parts.frozen
+        )
+    except DamagedError as damage:  # the frozen ones: damaged steps are set aside
+        restored = checkpointer.restore_latest(*targets)
+        if restored is None:
+            raise
+        frozen = _frozen_again(config, parts, checkpointer, restored, str(damage))
+        restored = restored._replace(frozen=frozen)
     if restored is None:
         return _start(config, parts, checkpointer, source)
     return _resume(config, parts, restored, source)
+
+
+def _frozen_again(
+    config: Config, parts: Parts, checkpointer: Checkpointer, restored, damage: str
+) -> Params:
+    """Damaged frozen parameters from where they came from, if they are the same."""
+    source = config.checkpoint.init_from or f"seed {config.seed}"
+    frozen = split_trainable(config, base_params(config, parts))[1]
+    check_same(
+        tree_digests(frozen),
+        restored.meta["frozen"]["digests"],
+        where=f"checkpoint: {damage}; and {source} is not where they came from",
+        advice="restore one of both, or start anew in another workdir",
+    )
+    logging.warning("checkpoint: %s; taken again from %s", damage, source)
+    checkpointer.save_frozen(frozen)
+    return frozen
 
 
 def keeps_base(config: Config) -> bool:
@@ -84,16 +112,71 @@ def _resume(config: Config, parts: Parts, restored, source) -> Started:
             _check_base(where, tree_digests(frozen), digests)
         if config.loss.compares:
             _check_base(where, tree_digests(own), extra["start"])
-    state = init_state(restored.trainable, restored.opt_state)._replace(
-        step=jnp.asarray(restored.step, jnp.int32),
-        bad_in_row=jnp.asarray(extra["bad_in_row"], jnp.int32),
-        bad_total=jnp.asarray(extra["bad_total"], jnp.int32),
-    )
+    state = _state_of(restored)
     held = hold(config, {}, frozen)
     if config.loss.compares:
         _, held = first_values(config, parts, jax.tree.map(jnp.asarray, own), held)
     logging.info("resuming at step %d of %s", restored.step, config.workdir)
     return Started(state, held, digests, source, extra)
+
+
+def last_good(
+    config: Config, parts: Parts, checkpointer: Checkpointer, held: Frozen
+) -> tuple[TrainState, dict[str, Any]]:
+    """(state to roll back to, what its checkpoint remembers); the start if none is.
+
+    Of the steps on disk the newest that was saved by the schedule: one saved because
+    the run was told to stop is not there in a run that was not.
+
+    Raises:
+        ValueError: every step on disk is damaged, or the start cannot be made anew.
+    """
+    shape = state_shape(parts)
+    restored = checkpointer.restore_latest(
+        shape.trainable,
+        shape.opt_state,
+        prefer=lambda step: step % config.checkpoint.every == 0,
+    )
+    if restored is not None:
+        return _state_of(restored), restored.meta["extra"]
+    own, _ = split_trainable(config, base_params(config, parts))
+    trainable, _ = first_values(config, parts, jax.tree.map(jnp.asarray, own), held)
+    return init_state(trainable, jax.jit(parts.optimizer.init)(trainable)), {}
+
+
+def at_step(state: TrainState, step: int, *, bad_total: int) -> TrainState:
+    """A state that goes on with the data after `step`; `bad_total` steps were bad."""
+    return state._replace(
+        step=jnp.asarray(step, jnp.int32),
+        bad_in_row=jnp.zeros((), jnp.int32),
+        bad_total=jnp.asarray(bad_total, jnp.int32),
+    )
+
+
+def remembered(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint keeps of a state beside its arrays, JSON-able."""
+    return {
+        "bad_in_row": int(state.bad_in_row),
+        "bad_total": int(state.bad_total),
+        # float32 as float: through JSON and back to the same bits.
+        "losses": np.asarray(state.history.losses).tolist(),
+        "n_losses": int(state.history.count),
+    }
+
+
+def _state_of(restored: Restored) -> TrainState:
+    """The training state of a checkpoint; an old one knows no losses."""
+    extra = restored.meta["extra"]
+    state = init_state(restored.trainable, restored.opt_state)
+    if "losses" in extra:
+        losses = jnp.asarray(extra["losses"], jnp.float32)
+        count = jnp.asarray(extra["n_losses"], jnp.int32)
+        state = state._replace(history=LossHistory(losses, count))
+    return state._replace(
+        step=jnp.asarray(restored.step, jnp.int32),
+        bad_in_row=jnp.asarray(extra["bad_in_row"], jnp.int32),
+        bad_total=jnp.asarray(extra["bad_total"], jnp.int32),
+    )
 
 
 def _check_base(
@@ -159,6 +242,7 @@ def _check_params(source: str, params: Params, shapes: Params) -> None:
                 f"{where}: {path}: got {found[path].dtype}{found[path].shape}; "
                 f"expected {leaf.dtype}{leaf.shape} by config.model"
             )
+    check_finite(params, where=where)
 
 
 def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Continuations of the configured prompts, to be read before and after training."""
 
+import json
+from pathlib import Path
+
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.models import LM
@@ -34,3 +37,27 @@ def continue_prompts(
     )
     texts = [data.tokenizer.decode(ids) for ids in continued]
     return list(zip(prompts, texts, strict=True))
+
+
+def write_samples(
+    config: Config, data: DataBundle, model: LM, params: Params, *, step: int
+) -> None:
+    """Append `continue_prompts` to <workdir>/samples.jsonl; step 0 begins it anew."""
+    texts = continue_prompts(config, data, model, params)
+    path = _path(config)
+    with path.open("a" if step else "w", encoding="utf-8") as file:
+        for prompt, text in texts:
+            row = {"step": step, "prompt": prompt, "text": text}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def are_written(config: Config, step: int) -> bool:
+    """Whether the continuations after a step are there; a kill may have missed them."""
+    if not config.eval.prompts or not _path(config).exists():
+        return True
+    lines = _path(config).read_text(encoding="utf-8").splitlines(keepends=True)
+    return any(json.loads(x)["step"] == step for x in lines if x.endswith("\n"))
+
+
+def _path(config: Config) -> Path:
+    return Path(config.workdir) / "samples.jsonl"

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from bitmamba.train.spike import LossHistory, no_history
 from bitmamba.types import Params
 
 
@@ -14,7 +15,8 @@ class TrainState(NamedTuple):
     step: () int32. Windows consumed so far are step * accumulation * batch_size.
     trainable: the parameters that are trained, float32.
     opt_state: the optimiser's state.
-    bad_in_row, bad_total: () int32. Steps skipped because numbers were not finite.
+    bad_in_row, bad_total: () int32. Steps skipped because their numbers were bad.
+    history: good losses, against which a spike is one.
     """
 
     step: jax.Array
@@ -22,6 +24,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     bad_in_row: jax.Array
     bad_total: jax.Array
+    history: LossHistory
 
 
 def init_state(trainable: Params, opt_state: Any) -> TrainState:
@@ -30,4 +33,4 @@ def init_state(trainable: Params, opt_state: Any) -> TrainState:
     def zero() -> jax.Array:
         return jnp.zeros((), jnp.int32)  # one buffer each: the state is donated
 
-    return TrainState(zero(), trainable, opt_state, zero(), zero())
+    return TrainState(zero(), trainable, opt_state, zero(), zero(), no_history())

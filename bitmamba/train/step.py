@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from bitmamba.train.metrics import loss_sums
+from bitmamba.train.spike import SpikeRule, remember, spike_limit
 from bitmamba.train.state import TrainState
 from bitmamba.types import Batch, Params
 
@@ -42,13 +43,15 @@ def make_train_step(
     hyper: Callable[[Any], Any] | None = None,
     seed: int = 0,
     watch_zeros: bool = False,
+    spike: SpikeRule | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """Build step(state, frozen, batch) -> (state, metrics).
 
     The objective is sum(weight * (nll + divergence_weight * divergence)) / sum(weight)
     over all micro-batches, so every trainable token counts the same however the windows
-    are split. If the loss, the divergence or any gradient is not finite the update is
-    skipped: parameters and optimiser state stay as they were, bit for bit.
+    are split. If the loss, the divergence, any gradient or any figure of the update's
+    report is not finite, or the loss is a spike, the update is skipped: parameters,
+    optimiser state and loss history stay as they were, bit for bit.
 
     Args:
         loss_fn: (trainable, frozen, batch (B, L), key) -> TokenLoss.
@@ -60,17 +63,19 @@ def make_train_step(
         hyper: frozen -> what the update gets as `hyper`; None gives it none.
         seed: of the keys that loss_fn gets, one for each step and micro-batch.
         watch_zeros: also return which leaves and gradients are exactly zero.
+        spike: which losses are spikes; None calls none so.
 
     Returns:
         A function to be jitted, with state donated; batch fields are (M, B, L).
         metrics: "loss", "is_good", "leaf_is_finite" ((leaves,) bool, in the order of
-        `jax.tree.leaves(state.trainable)`), "sums" (LossSums), the report, with a
+        `jax.tree.leaves(state.trainable)`), "update_is_finite", "spike_limit" (inf
+        without a rule), "bad_in_row", "sums" (LossSums), the report, with a
         divergence its mean "divergence", and with watch_zeros "leaf_is_zero" and
         "gradient_is_zero", (leaves,) bool, before the update.
     """
 
     def step(state, frozen, batch):
-        grads, sums, divergence = _gradients(
+        grads, sums, divergence = gradients(
             loss_fn,
             state.trainable,
             frozen,
@@ -88,6 +93,11 @@ def make_train_step(
         updates, opt_state, report = update(
             grads, state.opt_state, state.trainable, *given
         )
+        # Norms of all updates are in it, so a finite report means finite parameters.
+        update_is_finite = _all_finite(report)
+        is_good &= update_is_finite
+        limit = jnp.inf if spike is None else spike_limit(state.history, spike)
+        is_good &= ~(loss > limit)
         # The report reads the old values: done before they are overwritten in place.
         old, report = lax.optimization_barrier((state.trainable, report))
         trainable = jax.tree.map(lambda p, u: p + u.astype(p.dtype), old, updates)
@@ -101,11 +111,15 @@ def make_train_step(
             opt_state=_where(is_good, opt_state, state.opt_state),
             bad_in_row=jnp.where(is_good, 0, state.bad_in_row + 1),
             bad_total=state.bad_total + jnp.where(is_good, 0, 1).astype(jnp.int32),
+            # A step without a token to train has no loss to compare with.
+            history=remember(state.history, loss, is_good & (sums.weight.sum() > 0)),
         )
         metrics = {
             "loss": loss,
             "is_good": is_good,
             "leaf_is_finite": finite,
+            "update_is_finite": update_is_finite,
+            "spike_limit": limit,
             "bad_in_row": new.bad_in_row,
             "sums": sums,
             "report": _where(is_good, report, jax.tree.map(lambda _: jnp.nan, report)),
@@ -118,6 +132,10 @@ def make_train_step(
         return new, metrics
 
     return step
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def _where(is_good: jax.Array, new: Any, old: Any) -> Any:
@@ -135,7 +153,7 @@ def _zeros(tree) -> jax.Array:
     return jnp.stack([~jnp.any(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def _gradients(
+def gradients(
     loss_fn, trainable, frozen, batch: Batch, *, n_categories, divergence_weight, key
 ):
     """Gradients of the token-weighted mean over all micro-batches, and its parts.

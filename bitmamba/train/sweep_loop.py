@@ -17,7 +17,7 @@ from bitmamba.report import sweep as report
 from bitmamba.report import units
 from bitmamba.report.progress import Meter, progress_bar
 from bitmamba.report.sweep_plot import sweep_picture
-from bitmamba.train import build
+from bitmamba.train import build, guard
 from bitmamba.train.arms import Arm
 from bitmamba.train.divergence import Divergence, Limits
 from bitmamba.train.evaluate import held_out_losses
@@ -124,13 +124,11 @@ class _Loop:
     ) -> None:
         loss = float(metrics["loss"])
         self.training[i].append((number, loss))
-        pairs = zip(leaves, metrics["leaf_is_finite"], strict=True)
-        bad = [path for path, fine in pairs if not fine]
         self.looks[i].step(
             number,
             loss,
             bad_in_row=int(metrics["bad_in_row"]),
-            where=f"gradient of {bad[0]} ({len(bad)} in all)" if bad else "loss",
+            where=guard.cause(metrics, leaves) or "",
         )
         counts = metrics["is_good"] and metrics["sums"].weight.sum() > 0
         if i in self.watches and "gradient_is_zero" in metrics and counts:

@@ -1,0 +1,84 @@
+"""How a kernel is interpreted: races are found, unwritten output shows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+
+pytestmark = pytest.mark.skipif(
+    not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
+)
+
+
+def copy_kernel(*, waits, length=128):
+    """Adds 1 to `length` of 128 numbers, by way of shared memory."""
+    from pallas_kernels import mosaic
+    from pallas_kernels.mosaic import plgpu
+
+    def body(x, out, tile, barrier):
+        plgpu.copy_gmem_to_smem(x, tile, barrier)
+        if waits:
+            plgpu.barrier_wait(barrier)
+        out.at[:length][...] = tile[:length] + 1
+
+    return mosaic.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=(plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()),
+    )
+
+
+X = jnp.arange(128, dtype=jnp.float32)
+
+
+def test_a_kernel_that_waits_has_no_race():
+    from pallas_kernels import mosaic
+
+    with mosaic.races_raise():
+        y = copy_kernel(waits=True)(X)
+
+    np.testing.assert_array_equal(y, X + 1)
+
+
+def test_a_race_is_found_also_when_a_sound_kernel_follows():
+    from pallas_kernels import mosaic
+
+    def racy_then_sound():
+        with mosaic.races_raise():
+            copy_kernel(waits=False)(X)
+            copy_kernel(waits=True)(X)
+
+    with pytest.raises(RuntimeError, match="race"):
+        racy_then_sound()
+
+
+def test_nothing_to_interpret_is_an_error():
+    from pallas_kernels import mosaic
+
+    def nothing():
+        with mosaic.races_raise():
+            pass
+
+    with pytest.raises(RuntimeError, match="no kernel was interpreted"):
+        nothing()
+
+
+def test_what_a_kernel_does_not_write_is_nan():
+    y = copy_kernel(waits=True, length=64)(X)
+
+    np.testing.assert_array_equal(y[:64], X[:64] + 1)
+    assert np.isnan(y[64:]).all()
+
+
+def test_a_kernel_may_be_computed_again_by_checkpoint():
+    add_one = jax.custom_vjp(lambda x: copy_kernel(waits=True)(x))
+    add_one.defvjp(lambda x: (add_one(x), None), lambda _, dy: (dy,))
+
+    def f(x):
+        return jnp.sum(jnp.sin(add_one(jnp.cos(x))))
+
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(jax.checkpoint(f)))(X), jax.grad(f)(X), rtol=1e-6
+    )

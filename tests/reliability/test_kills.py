@@ -1,0 +1,127 @@
+"""Killed or told to stop at any moment, a run ends on the bits of the unbroken one."""
+
+import random
+import signal
+import time
+
+import pytest
+
+STEPS = 24
+RUN = {"train__steps": STEPS, "checkpoint__every": 3, "eval__every": 4}
+pytestmark = pytest.mark.xdist_group("kills")
+
+
+@pytest.fixture(scope="module")
+def unbroken(jobs, tmp_path_factory):
+    """(workdir, seconds from its start to its end)."""
+    workdir = tmp_path_factory.mktemp("kills") / "unbroken"
+    before = time.monotonic()
+    job = jobs.start(workdir, **RUN)
+    assert job.end() == 0, job.shown
+    return workdir, time.monotonic() - before
+
+
+def test_kills_and_signals_one_after_another_change_no_bit(jobs, unbroken, tmp_path):
+    # B041, B042, B044, B059, promises 1 and 11.
+    workdir = tmp_path / "run"
+
+    job = jobs.start(workdir, **RUN)
+    job.wait_for(jobs.compiles)
+    assert job.send(signal.SIGKILL) == -signal.SIGKILL
+
+    job = jobs.start(workdir, **RUN)
+    job.wait_for(jobs.saves)
+    job.send(signal.SIGKILL)
+    left = jobs.names(workdir / "checkpoints")
+
+    job = jobs.start(workdir, **{**RUN, "guard__stop_code": 99})
+    job.wait_for(jobs.is_at(10))
+    assert job.send(signal.SIGUSR1) == 99
+    assert "SIGUSR1: saved step" in job.shown
+    assert not [n for n in jobs.names(workdir / "checkpoints") if "tmp" in n], left
+
+    job = jobs.start(workdir, **RUN)
+    assert job.end() == 0, job.shown
+    assert jobs.final(workdir, STEPS) == jobs.final(unbroken[0], STEPS)
+
+
+def random_kills(jobs, workdir, config, rng, *, longest_s, settings):
+    """Kill a run at random moments until one lives to its end; when they came."""
+    moments = []
+    while True:
+        job = jobs.start(workdir, config, **settings)
+        delay = rng.uniform(0.2, longest_s)
+        began = time.monotonic()
+        while time.monotonic() - began < delay and job.process.poll() is None:
+            time.sleep(0.002)
+        if job.process.poll() is not None:
+            assert job.process.returncode == 0, job.shown
+            return moments
+        saving = jobs.saves(job)
+        job.send(signal.SIGKILL)
+        moments.append(moment(jobs, job, saving))
+
+
+def moment(jobs, job, saving):
+    if saving:
+        return "save"
+    if "step compiled" not in job.shown:
+        return "compile" if jobs.compiles(job) else "start"
+    found = jobs.rows(job.workdir)
+    if not found:
+        return "evaluation"
+    is_due = found[-1]["step"] % RUN["eval__every"] == 0
+    return "evaluation" if is_due and "eval/loss" not in found[-1] else "step"
+
+
+@pytest.mark.slow
+def test_twenty_four_random_kills(jobs, unbroken, tmp_path):
+    rng, moments = random.Random(0), []
+    runs = 0
+    while len(moments) < 24:
+        runs += 1
+        workdir = tmp_path / f"run{runs}"
+        moments += random_kills(
+            jobs, workdir, "sft", rng, longest_s=0.95 * unbroken[1], settings=RUN
+        )
+        assert jobs.final(workdir, STEPS) == jobs.final(unbroken[0], STEPS)
+    counts = {kind: moments.count(kind) for kind in sorted(set(moments))}
+    print(f"{len(moments)} kills in {runs} runs: {counts}")
+
+
+@pytest.mark.slow
+def test_kills_of_adapters_and_of_phase_two(jobs, tmp_path):
+    """LoRA with dropout (its draws depend on the step), and phase 1 before phase 2."""
+    rng = random.Random(1)
+    for kind in ("lora", "phase 2"):
+        ends = []
+        for name in ("whole", "killed"):
+            base = tmp_path / kind / name / "base"
+            first = {**RUN, "train__steps": 6}
+            if name == "killed" and kind == "phase 2":
+                random_kills(jobs, base, "warmup", rng, longest_s=8.0, settings=first)
+            else:
+                assert jobs.start(base, "warmup", **first).end() == 0
+            config = "lora" if kind == "lora" else "sft"
+            # The base's path is in the checkpoint: the same place for both.
+            place = tmp_path / kind / "base"
+            if place.is_symlink():
+                place.unlink()
+            place.symlink_to(base)
+            settings = {**RUN, "checkpoint__init_from": place}
+            if kind == "lora":
+                settings |= {"lora__dropout": 0.1, "lora__rank": 2}
+            workdir = tmp_path / kind / name / "run"
+            if name == "killed":
+                moments = []
+                while len(moments) < 4:
+                    workdir = workdir.with_name(f"run{len(moments)}")
+                    moments += random_kills(
+                        jobs, workdir, config, rng, longest_s=9.0, settings=settings
+                    )
+                print(f"{kind}: {len(moments)} kills: {moments}")
+            else:
+                job = jobs.start(workdir, config, **settings)
+                assert job.end() == 0, job.shown
+            ends.append(jobs.final(workdir, STEPS))
+        assert ends[0] == ends[1]
