@@ -49,6 +49,11 @@ class JsonTokenizer:
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size >= 2**31:
+            raise ValueError(
+                f"{where}: got the token id {self.vocab_size - 1}; expected ids that "
+                "int32 holds"
+            )
         self.special_tokens = {name: vocabulary[name] for name in added}
         self.eot_id = _find(vocabulary, END_OF_TEXT, where=where)
         self.pad_id = next((vocabulary[p] for p in PADDING if p in vocabulary), -1)

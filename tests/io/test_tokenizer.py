@@ -177,7 +177,8 @@ NO_TOKEN = {
             "not a tokenizer.json .*Precompiled",
         ),
         ({"model": WORDS | {"merges": 1}}, r"here \(WordLevel error: Missing"),
-        ({"x": [[[[[[[[]]]]]]]] * 1, "added_tokens": 5}, "not a tokenizer"),
+        ({"added_tokens": 5}, "not a tokenizer"),
+        ({"model": WORDS | {"vocab": {"</s>": 0, "a": 2**32 - 1}}}, "id 4294967295"),
     ],
 )
 def test_a_file_that_cannot_be_trusted_is_one_line(capfd, parts, message):
