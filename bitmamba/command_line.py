@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import flags, logging
 
+_MAX_LINE = 2000
 DONE, FAILED, MISTAKE, BAD_NUMBERS, STOPPED = 0, 1, 2, 3, 143
 
 
@@ -49,8 +50,8 @@ def one_line_mistakes() -> Iterator[None]:
     except (ValueError, NotImplementedError, OSError) as error:
         if flags.FLAGS.is_parsed() and logging.get_verbosity() >= logging.DEBUG:
             raise
-        # Messages quote files, which may hold what acts on a terminal.
-        line = " ".join(str(error).split())
+        # Messages quote files, which may hold what acts on a terminal, and much of it.
+        line = " ".join(str(error).split())[:_MAX_LINE]
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
         print("error: " + line, file=sys.stderr)
         sys.exit(MISTAKE)

@@ -70,6 +70,8 @@ def _expand_layers(values: dict[str, Any]) -> None:
                 f"expected {known}"
             )
         layers = [LAYER_SYMBOLS[symbol] for symbol in layers]
+    elif not isinstance(layers, list | tuple):
+        raise _wrong(layers, 'a list of names, or "MM*-"', "config.model.layers")
     values["model"] = {**model, "layers": tuple(layers)}
 
 
@@ -151,9 +153,15 @@ def _convert_float(value: Any, where: str) -> float:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(value, "a number", where)
-    if math.isnan(value):
+    if value != value:
         raise _wrong(value, "a number that is not nan", where)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        raise ValueError(
+            f"{where}: got a whole number of {value.bit_length()} bits; expected a "
+            "number that a float holds"
+        ) from None
 
 
 def _convert_tuple(value: Any, args: tuple, where: str) -> tuple:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bitmamba import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -65,3 +67,15 @@ def test_an_empty_data_set_is_told(tmp_path):
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "empty.jsonl" in done.stderr
+
+
+def test_a_message_does_nothing_to_the_terminal_and_ends(capsys):
+    """It may quote a file of somebody else."""
+    with pytest.raises(SystemExit) as ended, command_line.one_line_mistakes():
+        raise ValueError("a.jsonl: got '\x1b[2J\u202e'" + "x" * 10_000)
+
+    told = capsys.readouterr().err
+    assert ended.value.code == command_line.MISTAKE
+    assert told.startswith(r"error: a.jsonl: got '\x1b[2J\u202e'")
+    assert told.rstrip("\n").isprintable()
+    assert len(told) < 3000

@@ -88,6 +88,8 @@ def test_flags_can_unset_an_optional_text(text):
         ({"data.replay_share": 1.0}, "replay_share: got 1"),
         ({"data.window": 1}, "window: got 1; expected at least 2"),
         ({"data.sft": "a.jsonl"}, "expected a list"),
+        ({"model.layers": None}, r"model\.layers: got None; expected a list of names"),
+        ({"optim.lr": 10**400}, r"optim\.lr: got a whole number of 1329 bits"),
         ({"eval.every": 0}, r"config\.eval\.every: got 0"),
         ({"kernels": "triton"}, "expected one of auto, reference, pallas"),
         ({"workdir": " "}, "expected a folder"),

@@ -88,11 +88,19 @@ def _give_up(memory_bytes: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory_bytes
     for what, most in limits.items():
-        resource.setrlimit(what, (most, most))
+        _lower(what, most, hard=True)
 
 
 def _allow(timeout_s: int) -> None:
     """The kernel ends the process when its next seconds of computing are over."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = int(used.ru_utime + used.ru_stime) + timeout_s + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+    _lower(resource.RLIMIT_CPU, end, hard=False)
+
+
+def _lower(what: int, most: int, *, hard: bool) -> None:
+    """Set a limit, or keep the one that the user's shell has set, if it is lower."""
+    highest = resource.getrlimit(what)[1]
+    if highest != resource.RLIM_INFINITY:
+        most = min(most, highest)
+    resource.setrlimit(what, (most, most if hard else highest))

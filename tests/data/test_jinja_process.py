@@ -128,6 +128,29 @@ def test_outside_the_sandbox_there_is_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+UNDER_LIMITS = """
+import resource
+for what, most in ((resource.RLIMIT_CPU, 300), (resource.RLIMIT_AS, 2**31)):
+    resource.setrlimit(what, (most, most))
+from bitmamba.data.example import Message
+from bitmamba.data.jinja_template import JinjaTemplate
+from bitmamba.io.tokenizer import ByteTokenizer
+one = JinjaTemplate(b"{{ messages[0].content }}", ByteTokenizer(), where="here")
+print(one.prompt([Message("user", "hi")])[0].text)
+"""
+
+
+def test_limits_of_the_users_shell_are_kept(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_LIMITS],
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.stdout == "hi\n", done.stderr
+
+
 def test_no_process_is_left_behind(template):
     one = template(ANSWER)
     process = one._process
