@@ -42,7 +42,13 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def write_json(config: Config, path: Path) -> None:
-    """Write the resolved configuration for people and for later runs."""
+    """Write the resolved configuration for people and for later runs.
+
+    Raises:
+        ValueError: the file is a link, which would be written through.
+    """
+    if path.is_symlink():
+        raise ValueError(f"{path}: a link; expected a file of this run; remove it")
     path.write_text(json.dumps(to_json(config), indent=2) + "\n")
 
 

@@ -119,3 +119,15 @@ def test_head_only_on_a_tied_head_is_refused():
 
     with pytest.raises(ValueError, match="tie_embeddings"):
         config_read.from_config_dict(config)
+
+
+def test_a_configuration_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "outside").write_text("precious")
+    (tmp_path / "config.json").symlink_to(tmp_path / "outside")
+
+    with pytest.raises(ValueError, match=r"config\.json: a link"):
+        config_read.write_json(
+            config_read.from_config_dict(typed()), tmp_path / "config.json"
+        )
+
+    assert (tmp_path / "outside").read_text() == "precious"
