@@ -63,7 +63,7 @@ class JsonTokenizer:
 
     def _first_added(self) -> int | None:
         """What the post-processor puts before a text."""
-        with tokenizer_file.one_sentence(self._where, quiet=True):
+        with tokenizer_file.one_sentence(self._where):
             added = self._markup.encode("a", add_special_tokens=True).ids
             plain = self._markup.encode("a", add_special_tokens=False).ids
         return added[0] if added and added[: len(plain)] != plain else None

@@ -9,6 +9,7 @@ no `Exception`.
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,6 @@ def load(data: bytes, *, where: str) -> tuple[Any, Any, list[str]]:
     with one_sentence(
         f"{where}: not a tokenizer.json",
         "; expected the JSON file of the tokenizers library",
-        quiet=True,
     ):
         described = parse_json(data)
         text = data.decode("utf-8")
@@ -60,13 +60,13 @@ def load(data: bytes, *, where: str) -> tuple[Any, Any, list[str]]:
 
 
 @contextlib.contextmanager
-def one_sentence(where: str, then: str = "", *, quiet: bool = False) -> Iterator[None]:
+def one_sentence(where: str, then: str = "") -> Iterator[None]:
     """Whatever the library raises as a ValueError of one line.
 
-    quiet: also keep back what a panic prints to standard error.
+    What a panic prints to standard error is kept back.
     """
     try:
-        with _no_stderr() if quiet else contextlib.nullcontext():
+        with _no_stderr():
             yield
     except BaseException as error:
         # Plain exceptions, and panics, which Python cannot name to catch.
@@ -76,18 +76,23 @@ def one_sentence(where: str, then: str = "", *, quiet: bool = False) -> Iterator
         raise ValueError(f"{where} ({reason}){then}") from None
 
 
+_STDERR = threading.Lock()  # two at once could leave it closed
+
+
 @contextlib.contextmanager
 def _no_stderr() -> Iterator[None]:
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    """Standard error to nowhere: the file itself, as a panic does not ask Python."""
+    with _STDERR:
+        sys.stderr.flush()
+        kept = os.dup(2)
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _growth(parts: Any) -> float:

@@ -1,6 +1,7 @@
 """Tokenizers: text and back, special tokens, and what a file must have."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -200,6 +201,20 @@ def test_a_text_that_cannot_be_encoded_is_one_line(capfd):
     with pytest.raises(ValueError, match="here"):
         tokenizer.encode("b")
     assert tokenizer.encode("a") == [1]
+
+
+@pytest.mark.parametrize("pattern", ["(a|aa)+$", "(a+)+c"])
+def test_a_pattern_that_matches_for_ever_ends(capfd, pattern):
+    split = {"type": "Split", "pattern": {"Regex": pattern}}
+    split |= {"behavior": "Isolated", "invert": False}
+    tokenizer = JsonTokenizer(changed(pre_tokenizer=split), where="here")
+
+    with pytest.raises(ValueError, match=r"here \(Onig: .*retry-limit-in-match over"):
+        tokenizer.encode_content(["a" * 1000 + "b"])
+
+    assert capfd.readouterr().err == ""
+    print("still here", file=sys.stderr)
+    assert "still here" in capfd.readouterr().err
 
 
 def test_the_file_does_not_choose_ids_that_the_library_does_not_use():
