@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.ssd.decays import keep, log_sums, make_masks
 
@@ -44,3 +45,14 @@ def decay_vectors(dt, A, run, size: int) -> DecayVectors:
     vectors = jnp.stack(rows, 2).reshape(batch, chunks, heads, COUNT * size)
     through = through.reshape(batch, chunks, heads)
     return DecayVectors(vectors.swapaxes(1, 2).ravel(), through.swapaxes(1, 2).ravel())
+
+
+def document_bounds(run: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Where in its chunk each token's document starts and ends, (B·L,) int32 each."""
+    by_chunk = run.reshape(-1, size)
+    edge = by_chunk[:, 1:] != by_chunk[:, :-1]
+    at = jnp.arange(size, dtype=jnp.int32)
+    starts = jnp.where(jnp.pad(edge, ((0, 0), (1, 0))), at, 0)
+    ends = jnp.where(jnp.pad(edge, ((0, 0), (0, 1))), at, size - 1)
+    start = lax.cummax(starts, axis=1)
+    return start.ravel(), lax.cummin(ends, axis=1, reverse=True).ravel()

@@ -14,12 +14,12 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import plgpu
 from pallas_kernels.ssd import tiles
 from pallas_kernels.ssd.decay_vectors import COUNT, FROM_START
-from pallas_kernels.ssd.layout import Sizes, heads_per_block
+from pallas_kernels.ssd.layout import Block, Sizes, heads_per_block
 
 ds = mosaic.pl.ds
 
 
-def chunk_outputs(x, B, C, vectors, states, D, run, sizes: Sizes, dtype):
+def chunk_outputs(x, B, C, vectors, states, D, doc_start, sizes: Sizes, dtype):
     """y (B·L, H·P) in `dtype`.
 
     Args:
@@ -28,7 +28,7 @@ def chunk_outputs(x, B, C, vectors, states, D, run, sizes: Sizes, dtype):
         vectors: (B·H·C·5·Q,) float32, see `decay_vectors`.
         states: (parts·B·C·H·P, N) bfloat16, the state entering each chunk.
         D: (H·P,) float32.
-        run: (B·L,) int32, run numbers.
+        doc_start: (B·L,) int32, where in the chunk the token's document starts.
     """
     s, heads = sizes, heads_per_block(sizes)
     scratch = {
@@ -50,49 +50,36 @@ def chunk_outputs(x, B, C, vectors, states, D, run, sizes: Sizes, dtype):
         scratch_types=scratch,
         compiler_params=mosaic.LANE,
     )
-    return kernel(x, B, C, vectors, states, D, run)
+    return kernel(x, B, C, vectors, states, D, doc_start)
 
 
-def _body(x_g, b_g, c_g, v_g, h_g, d_g, run_g, y_g, *, s, heads, **scratch):
+def _body(x_g, b_g, c_g, v_g, h_g, d_g, start_g, y_g, *, s, heads, **scratch):
     c_s, h_s, x_s, v_s = (scratch[k] for k in ("c_s", "h_s", "x_s", "v_s"))
-    b, chunk, block = (lax.axis_index(name) for name in ("b", "chunk", "block"))
-    group = lax.div(block * heads, s.heads_per_group)
-    maps = ds(group * s.n, s.n)
-    row = (b * s.c + chunk) * s.q
-
-    def rows(part):
-        return ds(part * s.tokens + row, s.q)
-
+    at = Block.here(s, heads)
     copies = tiles.Copies(scratch.get("bar"))
-    b_s = h_s.at[:, ds(0, s.q)]
+    b_s, head_h = h_s.at[:, ds(0, s.q)], h_s.at[:, ds(0, s.p)]
     for part in range(s.parts):
-        copies.start(c_g.at[rows(part), maps], c_s.at[part])
-        copies.start(b_g.at[rows(part), maps], b_s.at[part])
+        copies.start(c_g.at[at.rows(part), at.maps], c_s.at[part])
+        copies.start(b_g.at[at.rows(part), at.maps], b_s.at[part])
     copies.wait()
-    scores = tiles.masked_scores(c_s, b_s, run_g.at[ds(row, s.q)])
+    mask = tiles.earlier(start_g.at[at.rows(0)], s.q)
+    scores = tiles.scores(c_s, b_s, mask)
 
     copies = tiles.Copies(scratch.get("head_bar"))
 
     def one(i, _):
-        head = block * heads + i
+        head = at.block * heads + i
         columns = ds(head * s.p, s.p)
         mosaic.smem_written()
         for part in range(s.parts):
-            state = ((part * s.b + b) * s.c + chunk) * s.h * s.p + head * s.p
-            copies.start(x_g.at[rows(part), columns], x_s.at[part])
-            copies.start(h_g.at[ds(state, s.p)], h_s.at[part, ds(0, s.p)])
-        at = ((b * s.h + head) * s.c + chunk) * COUNT + FROM_START
-        copies.start(v_g.at[ds(at * s.q, 4 * s.q)], v_s)
+            copies.start(x_g.at[at.rows(part), columns], x_s.at[part])
+            copies.start(h_g.at[at.state(part, head)], head_h.at[part])
+        copies.start(v_g.at[at.vector(head, FROM_START, 4, COUNT)], v_s)
         copies.wait()
-        y = _outputs(scores, c_s, h_s.at[:, ds(0, s.p)], x_s, v_s, s)
+        y = _outputs(scores, c_s, head_h, x_s, v_s, s)
         x = tiles.load(x_s, tiles.ACC)
         y = y + x * tiles.across(d_g.at[columns], x.shape)
-        out = y_g.at[ds(row, s.q), columns]
-        if y_g.dtype == tiles.HALF:
-            x_s.at[0][...] = y.astype(tiles.HALF)
-            mosaic.store_tile(out, x_s.at[0])
-        else:
-            out[...] = y
+        tiles.store(y_g.at[at.rows(0), columns], y, x_s)
 
     lax.fori_loop(0, heads, one, None)
 
@@ -105,9 +92,7 @@ def _outputs(scores, c_s, h_s, x_s, v_s, s):
         tiles.Shared(c_s),
         tiles.Shared(h_s, transpose=True),
     )
-    # Not multiplied by zero: a foreign state may have overflowed.
-    decay = tiles.down(from_start, seen.shape)
-    y = jnp.where(decay > 0, decay * seen, 0.0)
+    y = tiles.scale_rows(tiles.down(from_start, seen.shape), seen)
     weights = scores * tiles.pair_decay(coarse, fine) * tiles.across(dt, scores.shape)
     weights = tiles.as_lhs(tiles.split(weights, s.parts))
     return tiles.dot(y, weights, tiles.Shared(x_s), step=32)

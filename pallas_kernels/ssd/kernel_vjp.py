@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ssd import tiles
-from pallas_kernels.ssd.decay_vectors import decay_vectors
+from pallas_kernels.ssd.decay_vectors import decay_vectors, document_bounds
 from pallas_kernels.ssd.forward import chunk_outputs
 from pallas_kernels.ssd.layout import Sizes
 from pallas_kernels.ssd.state_pass import state_pass
@@ -21,7 +21,8 @@ def forward(x, dt, A, B, C, D, run, initial_state, size):
     states, final = state_pass(x_t, B_t, vectors, through, start, s, reverse=False)
     if run is None:
         run = jnp.zeros(x.shape[:2], jnp.int32)
-    y = chunk_outputs(x_t, B_t, C_t, vectors, states, D.ravel(), run.ravel(), s, x.dtype)
+    doc_start, _ = document_bounds(run, size)
+    y = chunk_outputs(x_t, B_t, C_t, vectors, states, D.ravel(), doc_start, s, x.dtype)
     return y.reshape(x.shape), final.reshape(initial_state.shape), states
 
 

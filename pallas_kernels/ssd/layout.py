@@ -1,6 +1,9 @@
 """Sizes and array forms shared by the kernels of the scan."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
 
 
 class Sizes(NamedTuple):
@@ -40,3 +43,48 @@ def heads_per_block(sizes: Sizes) -> int:
 
 _MOST_HEADS = 16
 _BLOCKS = 256
+
+
+class Block(NamedTuple):
+    """Where one thread block's data lie: chunk of a row, and a block of heads."""
+
+    s: Sizes
+    heads: int
+    b: Any
+    chunk: Any
+    block: Any
+
+    @classmethod
+    def here(cls, sizes: Sizes, heads: int) -> "Block":
+        """From the grid (block, chunk, b)."""
+        b, chunk, block = (lax.axis_index(name) for name in ("b", "chunk", "block"))
+        return cls(sizes, heads, b, chunk, block)
+
+    @property
+    def maps(self) -> Any:
+        """Columns of B and C."""
+        group = lax.div(self.block * self.heads, self.s.heads_per_group)
+        return pl.ds(group * self.s.n, self.s.n)
+
+    def rows(self, part: int) -> Any:
+        """Rows of x, B, C."""
+        s = self.s
+        return pl.ds(((part * s.b + self.b) * s.c + self.chunk) * s.q, s.q)
+
+    def block_rows(self, part: int) -> Any:
+        """Rows of what there is one of for each block of heads."""
+        s = self.s
+        first = part * (s.h // self.heads) + self.block
+        return pl.ds(((first * s.b + self.b) * s.c + self.chunk) * s.q, s.q)
+
+    def state(self, part: int, head: Any) -> Any:
+        """Rows of the states."""
+        s = self.s
+        chunk = (part * s.b + self.b) * s.c + self.chunk
+        return pl.ds((chunk * s.h + head) * s.p, s.p)
+
+    def vector(self, head: Any, first: int, n: int, of: int) -> Any:
+        """`n` of the `of` vectors of a head's chunk."""
+        s = self.s
+        at = ((self.b * s.h + head) * s.c + self.chunk) * of + first
+        return pl.ds(at * s.q, n * s.q)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import is_hopper, mgpu, pl, plgpu, transforms
+from pallas_kernels.mosaic import is_hopper, mgpu, pl, plgpu, store_tile, transforms
 from pallas_kernels import backend
 
 HALF = jnp.bfloat16
@@ -142,6 +142,26 @@ def save(ref: Any, parts: Parts) -> None:
         ref.at[index][...] = part
 
 
+def store(destination: Any, value: jax.Array, scratch_s: Any) -> None:
+    """Write a result out in the destination's dtype; scratch_s may be overwritten."""
+    if destination.dtype == HALF:
+        scratch_s.at[0][...] = value.astype(HALF)
+        store_tile(destination, scratch_s.at[0])
+    else:
+        destination[...] = value
+
+
+def halves(columns: int) -> list[Any]:
+    """Slices of at most 64 columns: what is worked on at once, to spare registers."""
+    return [pl.ds(at, min(64, columns - at)) for at in range(0, columns, 64)]
+
+
+def at_or_after(size: int) -> Parts:
+    """The left operand of ones at (k, i), i >= k: sums over what follows."""
+    after = index((size, size), 1, LHS) >= index((size, size), 0, LHS)
+    return (jnp.where(after, 1.0, 0.0).astype(HALF),)
+
+
 def down(vector: Any, shape: tuple[int, int], layout: Any = ACC) -> jax.Array:
     """vector[i] at (i, j)."""
     return _spread(vector, shape, 0, layout)
@@ -182,20 +202,41 @@ def _as_lhs(shape):
     return rename
 
 
-def masked_scores(c_s: Any, b_s: Any, run: Any) -> jax.Array:
-    """C Bᵀ of the chunk; exact zeros for j > i and between documents."""
-    size = c_s.shape[1]
+def scores(rows_s: Any, columns_s: Any, mask: jax.Array) -> jax.Array:
+    """rows · columnsᵀ where the mask holds, exact zeros elsewhere."""
+    size = rows_s.shape[1]
+    product = dot(zeros((size, size)), Shared(rows_s), Shared(columns_s, True))
+    return jnp.where(mask, product, 0.0)
+
+
+def earlier(start: Any, size: int, *, strict: bool = False) -> jax.Array:
+    """(i, j): j <= i (or j < i), and j no earlier than start_i of i's document."""
     shape = (size, size)
-    scores = dot(zeros(shape), Shared(c_s), Shared(b_s, transpose=True))
-    causal = index(shape, 0) >= index(shape, 1)
-    same = down(run, shape) == across(run, shape)
-    return jnp.where(causal & same, scores, 0.0)
+    i, j = index(shape, 0), index(shape, 1)
+    before = j < i if strict else j <= i
+    return before & (j >= down(start, shape))
 
 
-def pair_decay(coarse: Any, fine: Any) -> jax.Array:
-    """exp(l_i - l_j), at most 1; meaningless for j > i and between documents."""
+def later(end: Any, size: int) -> jax.Array:
+    """(j, i): i >= j, and i no later than end_j of j's document."""
+    shape = (size, size)
+    j, i = index(shape, 0), index(shape, 1)
+    return (i >= j) & (i <= down(end, shape))
+
+
+def pair_decay(coarse: Any, fine: Any, *, transpose: bool = False) -> jax.Array:
+    """exp(l_i - l_j), at most 1; meaningless for j > i and between documents.
+
+    At (i, j), or transposed at (j, i).
+    """
     shape = (coarse.shape[0],) * 2
-    between = (down(coarse, shape) - across(coarse, shape)) + (
-        down(fine, shape) - across(fine, shape)
+    one, other = (across, down) if transpose else (down, across)
+    between = (one(coarse, shape) - other(coarse, shape)) + (
+        one(fine, shape) - other(fine, shape)
     )
     return jnp.exp(jnp.minimum(between, 0.0))
+
+
+def scale_rows(factor: jax.Array, values: jax.Array) -> jax.Array:
+    """factor · values; zero where the factor is, also if the value has overflowed."""
+    return jnp.where(factor > 0, factor * values, 0.0)
