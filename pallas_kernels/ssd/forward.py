@@ -19,7 +19,7 @@ from pallas_kernels.ssd.layout import Block, Sizes, heads_per_block
 ds = mosaic.pl.ds
 
 
-def chunk_outputs(x, B, C, vectors, states, D, doc_start, sizes: Sizes, dtype):
+def chunk_outputs(x, B, C, vectors, states, D, doc_start, order, sizes: Sizes, dtype):
     """y (B·L, H·P) in `dtype`.
 
     Args:
@@ -29,6 +29,7 @@ def chunk_outputs(x, B, C, vectors, states, D, doc_start, sizes: Sizes, dtype):
         states: (parts·B·C·H·P, N) bfloat16, the state entering each chunk.
         D: (H·P,) float32.
         doc_start: (B·L,) int32, where in the chunk the token's document starts.
+        order: (Q,) int32, 0, 1, ...
     """
     s, heads = sizes, heads_per_block(sizes)
     scratch = {
@@ -50,10 +51,10 @@ def chunk_outputs(x, B, C, vectors, states, D, doc_start, sizes: Sizes, dtype):
         scratch_types=scratch,
         compiler_params=mosaic.LANE,
     )
-    return kernel(x, B, C, vectors, states, D, doc_start)
+    return kernel(x, B, C, vectors, states, D, doc_start, order)
 
 
-def _body(x_g, b_g, c_g, v_g, h_g, d_g, start_g, y_g, *, s, heads, **scratch):
+def _body(x_g, b_g, c_g, v_g, h_g, d_g, start_g, order_g, y_g, *, s, heads, **scratch):
     c_s, h_s, x_s, v_s = (scratch[k] for k in ("c_s", "h_s", "x_s", "v_s"))
     at = Block.here(s, heads)
     copies = tiles.Copies(scratch.get("bar"))
@@ -62,7 +63,8 @@ def _body(x_g, b_g, c_g, v_g, h_g, d_g, start_g, y_g, *, s, heads, **scratch):
         copies.start(c_g.at[at.rows(part), at.maps], c_s.at[part])
         copies.start(b_g.at[at.rows(part), at.maps], b_s.at[part])
     copies.wait()
-    mask = tiles.earlier(start_g.at[at.rows(0)], s.q)
+    every = ds(0, s.q)
+    mask = tiles.earlier(order_g, start_g.at[at.rows(0)], every)
     scores = tiles.scores(c_s, b_s, mask)
 
     copies = tiles.Copies(scratch.get("head_bar"))
@@ -93,6 +95,7 @@ def _outputs(scores, c_s, h_s, x_s, v_s, s):
         tiles.Shared(h_s, transpose=True),
     )
     y = tiles.scale_rows(tiles.down(from_start, seen.shape), seen)
-    weights = scores * tiles.pair_decay(coarse, fine) * tiles.across(dt, scores.shape)
+    weights = scores * tiles.pair_decay(coarse, fine, ds(0, s.q))
+    weights = weights * tiles.across(dt, scores.shape)
     weights = tiles.as_lhs(tiles.split(weights, s.parts))
-    return tiles.dot(y, weights, tiles.Shared(x_s), step=32)
+    return tiles.dot(y, weights, tiles.Shared(x_s))

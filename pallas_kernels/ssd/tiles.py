@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import is_hopper, mgpu, pl, plgpu, store_tile, transforms
+from pallas_kernels.mosaic import is_hopper, mgpu, pl, plgpu
 from pallas_kernels import backend
 
 HALF = jnp.bfloat16
+# Rows or columns of a right operand in registers at once.
+_PIECE = 32
 ACC = plgpu.Layout.MMA_ACC(HALF)
 LHS = plgpu.Layout.MMA_LHS(HALF)
 RHS = plgpu.Layout.MMA_RHS(HALF)
@@ -21,10 +23,26 @@ RHS = plgpu.Layout.MMA_RHS(HALF)
 Parts = tuple[jax.Array, ...]
 
 
-def scratch(parts: int, rows: int, columns: int) -> Any:
-    """Shared memory for one operand, (parts, rows, columns)."""
+def scratch(parts: int, rows: int, columns: int, slots: int | None = None) -> Any:
+    """Shared memory for one operand, (parts, rows, columns), or for `slots` of them."""
     shape = (rows, columns)
-    return plgpu.SMEM((parts, *shape), HALF, transforms=transforms(shape, HALF))
+    whole = (parts, *shape) if slots is None else (slots, parts, *shape)
+    return plgpu.SMEM(whole, HALF, transforms=transforms(shape))
+
+
+import os
+_SWIZZLE = int(os.environ.get("SWZ","64"))
+def transforms(shape: tuple[int, int]) -> tuple[Any, ...]:
+    """Tiling and swizzle of a bfloat16 tile."""
+    swizzle = min(_SWIZZLE, plgpu.find_swizzle(shape[1] * 16))
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+
+
+def copy_out(destination: Any, tile: Any) -> None:
+    """Copy a bfloat16 tile of shared memory out, in rows long enough for the bus."""
+    swizzle = min(_SWIZZLE, plgpu.find_swizzle(tile.shape[1] * 16))
+    layout = plgpu.Layout.SMEM_GMEM_COPY(tile.shape, HALF, swizzle=swizzle)
+    destination[...] = plgpu.layout_cast(tile[...], layout)
 
 
 class Copies:
@@ -32,6 +50,11 @@ class Copies:
 
     def __init__(self, barrier: Any):
         self.barrier = barrier
+
+    @classmethod
+    def of(cls, barriers: Any, slot: Any) -> "Copies":
+        """Those into one slot of several."""
+        return cls(None if barriers is None else barriers.at[slot])
 
     def start(self, source: Any, destination: Any) -> None:
         """Begin one copy; the caller knows it is in bounds."""
@@ -98,25 +121,44 @@ class Shared(NamedTuple):
         return plgpu.load(tile, layout=layout, optimized=False)
 
 
-def dot(acc: jax.Array, a: Parts | Shared, b: Parts | Shared, *, step=64) -> jax.Array:
+def dot(acc: jax.Array, a: Parts | Shared, b: Parts | Shared) -> jax.Array:
     """acc + a @ b; of two parts each, all products but that of the small ones.
 
-    What lies in shared memory is loaded piece by piece, to spare registers.
+    What lies in shared memory is loaded piece by piece, to spare registers: rows can be
+    cut anywhere, columns at multiples of 64.
     """
-    (rows, depth), columns = acc.shape[:1] + _shape(a)[1:], acc.shape[1]
+    if isinstance(b, Shared) and b.transpose:
+        return side_by_side(
+            _dot(acc[:, n.start : n.start + n.size], a, b, n, step=64 // _count(b))
+            for n in pieces(acc.shape[1], _PIECE)
+        )
+    return _dot(acc, a, b, pl.ds(0, acc.shape[1]), step=_PIECE)
+
+
+def _dot(acc, a, b, columns, *, step):
+    rows = pl.ds(0, acc.shape[0])
     most = max(_count(a), _count(b))
-    for start in range(0, depth, step):
-        inner = pl.ds(start, min(step, depth - start))
+    for inner in pieces(_depth(a), step):
         for j in range(_count(b)):
-            right = _part(b, j, RHS, (inner, pl.ds(0, columns)))
+            right = _part(b, j, RHS, (inner, columns))
             for i in range(min(_count(a), most - j)):
-                left = _part(a, i, LHS, (pl.ds(0, rows), inner))
-                acc = plgpu.mma(acc, left, right)
+                acc = plgpu.mma(acc, _part(a, i, LHS, (rows, inner)), right)
     return acc
 
 
-def _shape(operand):
-    return operand.shape if isinstance(operand, Shared) else operand[0].shape
+def side_by_side(arrays: Any) -> jax.Array:
+    """Arrays of the same rows as one."""
+    arrays = list(arrays)
+    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, 1)
+
+
+def join_columns(operands: Any) -> Parts:
+    """Operands of the same rows as one."""
+    return tuple(side_by_side(part) for part in zip(*operands, strict=True))
+
+
+def _depth(operand):
+    return operand.shape[1] if isinstance(operand, Shared) else operand[0].shape[1]
 
 
 def _count(operand):
@@ -132,8 +174,19 @@ def _part(operand, index, layout, block):
 
 def load(ref: Any, layout: Any, *, transpose: bool = False) -> jax.Array:
     """The value of an operand (parts, M, N) in shared memory, float32."""
+    return join(parts(ref, layout, transpose=transpose))
+
+
+def parts(ref: Any, layout: Any, *, transpose: bool = False) -> Parts:
+    """An operand (parts, M, N) in registers."""
     tile = Shared(ref, transpose)
-    return join(tuple(tile.load(part, layout) for part in range(ref.shape[0])))
+    return tuple(tile.load(part, layout) for part in range(ref.shape[0]))
+
+
+def cut(operand: Parts, columns: Any) -> jax.Array:
+    """The value of some columns, float32."""
+    end = columns.start + columns.size
+    return join(tuple(part[:, columns.start : end] for part in operand))
 
 
 def save(ref: Any, parts: Parts) -> None:
@@ -146,19 +199,20 @@ def store(destination: Any, value: jax.Array, scratch_s: Any) -> None:
     """Write a result out in the destination's dtype; scratch_s may be overwritten."""
     if destination.dtype == HALF:
         scratch_s.at[0][...] = value.astype(HALF)
-        store_tile(destination, scratch_s.at[0])
+        copy_out(destination, scratch_s.at[0])
     else:
         destination[...] = value
 
 
-def halves(columns: int) -> list[Any]:
-    """Slices of at most 64 columns: what is worked on at once, to spare registers."""
-    return [pl.ds(at, min(64, columns - at)) for at in range(0, columns, 64)]
+def pieces(columns: int, most: int = 64) -> list[Any]:
+    """Slices of at most `most` columns: what is worked on at once, to spare registers."""
+    return [pl.ds(at, min(most, columns - at)) for at in range(0, columns, most)]
 
 
-def at_or_after(size: int) -> Parts:
-    """The left operand of ones at (k, i), i >= k: sums over what follows."""
-    after = index((size, size), 1, LHS) >= index((size, size), 0, LHS)
+def at_or_after(order: Any) -> Parts:
+    """The left operand of ones at (k, i), i >= k: what sums over what follows."""
+    shape = (order.shape[0],) * 2
+    after = across(order, shape, LHS) >= down(order, shape, LHS)
     return (jnp.where(after, 1.0, 0.0).astype(HALF),)
 
 
@@ -175,10 +229,6 @@ def across(vector: Any, shape: tuple[int, int], layout: Any = ACC) -> jax.Array:
 def _spread(ref, shape, axis, layout):
     value = plgpu.load(ref, layout=layout.reduce(1 - axis), optimized=False)
     return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, (axis,)), layout)
-
-
-def index(shape: tuple[int, int], axis: int, layout: Any = ACC) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def as_lhs(parts: Parts) -> Parts:
@@ -204,35 +254,42 @@ def _as_lhs(shape):
 
 def scores(rows_s: Any, columns_s: Any, mask: jax.Array) -> jax.Array:
     """rows · columnsᵀ where the mask holds, exact zeros elsewhere."""
-    size = rows_s.shape[1]
-    product = dot(zeros((size, size)), Shared(rows_s), Shared(columns_s, True))
+    product = dot(zeros(mask.shape), Shared(rows_s), Shared(columns_s, True))
     return jnp.where(mask, product, 0.0)
 
 
-def earlier(start: Any, size: int, *, strict: bool = False) -> jax.Array:
-    """(i, j): j <= i (or j < i), and j no earlier than start_i of i's document."""
-    shape = (size, size)
-    i, j = index(shape, 0), index(shape, 1)
-    before = j < i if strict else j <= i
-    return before & (j >= down(start, shape))
+def earlier(order: Any, start: Any, j: Any, *, strict: bool = False) -> jax.Array:
+    """(i, j) for a slice of j: j <= i (or j < i), and j not before i's document."""
+    shape = (order.shape[0], j.size)
+    reader, read = down(order, shape), across(order.at[j], shape)
+    before = read < reader if strict else read <= reader
+    return before & (read >= down(start, shape))
 
 
-def later(end: Any, size: int) -> jax.Array:
-    """(j, i): i >= j, and i no later than end_j of j's document."""
-    shape = (size, size)
-    j, i = index(shape, 0), index(shape, 1)
-    return (i >= j) & (i <= down(end, shape))
+def later(order: Any, end: Any, i: Any) -> jax.Array:
+    """(j, i) for a slice of i: i >= j, and i no later than end_j of j's document."""
+    shape = (order.shape[0], i.size)
+    reader = across(order.at[i], shape)
+    return (reader >= down(order, shape)) & (reader <= down(end, shape))
 
 
-def pair_decay(coarse: Any, fine: Any, *, transpose: bool = False) -> jax.Array:
-    """exp(l_i - l_j), at most 1; meaningless for j > i and between documents.
+def pair_decay(coarse: Any, fine: Any, j: Any) -> jax.Array:
+    """exp(l_i - l_j) at (i, j) for a slice of j, at most 1.
 
-    At (i, j), or transposed at (j, i).
+    Meaningless for j > i and between documents.
     """
-    shape = (coarse.shape[0],) * 2
-    one, other = (across, down) if transpose else (down, across)
-    between = (one(coarse, shape) - other(coarse, shape)) + (
-        one(fine, shape) - other(fine, shape)
+    shape = (coarse.shape[0], j.size)
+    between = (down(coarse, shape) - across(coarse.at[j], shape)) + (
+        down(fine, shape) - across(fine.at[j], shape)
+    )
+    return jnp.exp(jnp.minimum(between, 0.0))
+
+
+def pair_decay_transposed(coarse: Any, fine: Any, i: Any) -> jax.Array:
+    """The same at (j, i), for a slice of i."""
+    shape = (coarse.shape[0], i.size)
+    between = (across(coarse.at[i], shape) - down(coarse, shape)) + (
+        across(fine.at[i], shape) - down(fine, shape)
     )
     return jnp.exp(jnp.minimum(between, 0.0))
 
