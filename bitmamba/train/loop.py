@@ -216,16 +216,15 @@ class _Loop:
         """Nothing, a roll-back, or the exit code of a run whose numbers went bad."""
         if action == GO_ON or bad is None:
             return None
+        self.dog.beat("what follows from bad numbers")
         if action == STOP:
             self.guard.stop(bad, self.state)
             return BAD_NUMBERS
         bad_total = int(self.state.bad_total)
-        # What ran ahead of the bad step is forgotten with the state it made.
-        state = self.guard.roll_back(bad, bad_total)
-        if state is None:
-            return BAD_NUMBERS
-        self.state, self.at = state, bad.step
-        return None
+        self.state = None  # room for the other one
+        self.state = self.guard.roll_back(bad, bad_total)
+        self.at = bad.step
+        return BAD_NUMBERS if self.state is None else None
 
     def _evaluate_until_good(self, number: int) -> int | None:
         while True:

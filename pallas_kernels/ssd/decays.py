@@ -78,8 +78,8 @@ def make_masks(run: jax.Array | None, run_before: jax.Array | None, size: int) -
     )
 
 
-def make_decays(dt: jax.Array, A: jax.Array, masks: Masks) -> Decays:
-    """Every decay of one chunk from dt (B, Q, H) and A (H,)."""
+def log_sums(dt: jax.Array, A: jax.Array, masks: Masks) -> list[jax.Array]:
+    """Sums of log decays up to each token of its document, (B, H, Q): coarse, fine."""
     size, wide = dt.shape[1], dt.dtype
     floor = _FLOOR[wide.name]
     log_decay = jnp.maximum(dt * A, floor)
@@ -93,7 +93,12 @@ def make_decays(dt: jax.Array, A: jax.Array, masks: Masks) -> Decays:
         jnp.einsum("bij,bjh->bhi", ones, part, precision=lax.Precision.HIGHEST)
         for part in (coarse, log_decay - coarse)
     ]
-    coarse, fine = lax.optimization_barrier(sums)
+    return lax.optimization_barrier(sums)
+
+
+def make_decays(dt: jax.Array, A: jax.Array, masks: Masks) -> Decays:
+    """Every decay of one chunk from dt (B, Q, H) and A (H,)."""
+    coarse, fine = log_sums(dt, A, masks)
 
     pair = jnp.exp(
         jnp.minimum(

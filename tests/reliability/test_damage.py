@@ -47,7 +47,10 @@ def flip(at):
     return damage
 
 
-SHARES = [0.0, *(random.Random(0).random() for _ in range(2)), 1.0]
+RANDOM = random.Random(0)
+SHARES = [0.0, 1.0, *(RANDOM.random() for _ in range(8))]
+# tests/io/test_damage.py has the others, and a flip in the middle, on a toy.
+QUICK = ("delete", "half", "flip at 0.00")
 DAMAGES = {
     "delete": Path.unlink,
     "empty": lambda file: file.write_bytes(b""),
@@ -129,7 +132,13 @@ def resume(whole, caplog):
     return step, told
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in DAMAGES
+    ],
+)
 def test_one_damaged_file_ends_on_exact_bits_and_a_line(
     whole, copied, caplog, monkeypatch, damage
 ):

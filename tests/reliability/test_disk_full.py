@@ -30,8 +30,7 @@ SMALL = {
     "train.batch_size": 2,
     "eval.every": STEPS,
     "eval.max_windows": 1,
-    "eval.prompts": ("Hi",),
-    "eval.sample_tokens": 2,
+    "eval.prompts": (),
     "checkpoint.every": 2,
     "checkpoint.init_from": None,
 }
