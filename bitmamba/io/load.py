@@ -181,6 +181,25 @@ def _groups(leaves: Mapping[str, Any]) -> Iterator[list[str]]:
     yield group
 
 
+def check_finite(tree: Any, *, where: str) -> None:
+    """Refuse parameters that are not finite.
+
+    Raises:
+        ValueError: one line naming the first leaf, and its first row that is not.
+    """
+    for path, leaf in digests.leaves(tree).items():
+        array = np.asarray(leaf)
+        if not jax.numpy.issubdtype(array.dtype, np.inexact):
+            continue
+        bad = ~np.isfinite(array.astype(np.float32, copy=False))
+        if bad.any():
+            raise ValueError(
+                f"{where}: {path}: {int(bad.sum())} of {array.size} values are not "
+                f"finite, the first at {tuple(map(int, np.argwhere(bad)[0]))}; "
+                "expected finite parameters; use an older step"
+            )
+
+
 def place(arrays: Mapping[str, np.ndarray], target: Any) -> Any:
     """Put arrays into the target's structure, on the devices of its leaves."""
     flat, structure = jax.tree_util.tree_flatten_with_path(target)

@@ -123,7 +123,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         base = len(self._names)
         parts = [
-            bytes([i - base]) if i >= base else self._names[i].encode() for i in ids
+            bytes([i - base]) if i >= base else self._names[i].encode()
+            for i in ids
+            if i < base + 256  # a model's vocabulary may be larger, as padded ones are
         ]
         return b"".join(parts).decode("utf-8", errors="replace")
 

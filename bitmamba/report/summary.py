@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import logging
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -41,11 +42,34 @@ def show_summary(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a JSONL file of ours; none if it is not there."""
+    """The whole rows of a JSONL file of ours; none if it is not there.
+
+    A line that is no JSON object (a damaged disk, an editor) is left out, with one
+    warning for the file.
+    """
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    found, wrong = [], []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and "step" in row:
+                found.append(row)
+            else:
+                wrong.append(number)
+    if wrong:
+        logging.warning(
+            "%s: line %d is no row of ours (%d such in all); left out",
+            path,
+            wrong[0],
+            len(wrong),
+        )
+    return found
 
 
 def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:

@@ -77,13 +77,17 @@ def finish() -> None:
 
 
 @contextlib.contextmanager
-def lost_told(config: Config) -> Iterator[None]:
-    """When a collective fails because a process is gone, the lookout tells which.
+def faults_told(config: Config) -> Iterator[None]:
+    """Parts from the others after a mistake, which every process finds by itself.
 
-    It ends this process. If it finds all of them alive, the error is ours.
+    When a collective fails because a process is gone, the lookout tells which, and ends
+    this one. If it finds all of them alive, the error is ours.
     """
     try:
         yield
+    except (ValueError, NotImplementedError):
+        finish()
+        raise
     except jax.errors.JaxRuntimeError:
         if of_jax().count > 1 and _lookouts:
             time.sleep(config.distributed.lost_s + 5)

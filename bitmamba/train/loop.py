@@ -1,5 +1,6 @@
 """The main job: step, evaluate, save, tell. It has the only clock."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +14,13 @@ from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.peers import of_jax
 from bitmamba.io.writer import MetricsWriter, NoWriter
-from bitmamba.paths import flatten, merge
 from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
 from bitmamba.train import distributed, records, restore, samples
 from bitmamba.train.evaluate import against_base
-from bitmamba.train.layout import on_one_device
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.rollback import GO_ON, STOP, Bad, Guard
 from bitmamba.train.signals import StopSignal
-from bitmamba.train.watch import ZeroWatch
 from bitmamba.train.watchdog import Watchdog
 
 console = Console(highlight=False, soft_wrap=True)
@@ -45,17 +43,13 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
     """
     # Of several processes one shows the run.
     console.quiet = not of_jax().is_first
-    try:
-        if dry:
-            dry_run(config, data, console=console)
-            distributed.finish()
-            return lambda: DONE
-        with StopSignal(at_once=config.guard.stop_code), distributed.lost_told(config):
+    with StopSignal(at_once=config.guard.stop_code), distributed.faults_told(config):
+        if not dry:
             prepared = prepare(config, data, console=console)
-    except (ValueError, NotImplementedError):
+            return lambda: _train(prepared)
+        dry_run(config, data, console=console)
         distributed.finish()
-        raise
-    return lambda: _train(prepared)
+    return lambda: DONE
 
 
 def _train(run: Run) -> int:
@@ -67,19 +61,22 @@ def _train(run: Run) -> int:
     with (
         StopSignal() as stop,
         Watchdog(config.guard.stuck_s, config.workdir) as dog,
-        distributed.lost_told(config),
+        distributed.faults_told(config),
     ):
         try:
             agreed = distributed.agreed(stop, run.parts.layout)
             code = _Loop(run, writer, agreed, dog).go()
-        finally:
-            writer.close()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the fault itself is to be told
+                writer.close()
+            raise
         dog.beat("the last save")
-        try:
-            run.checkpointer.close()
-        except OSError as error:
-            console.print(f"[red]error: {error}")
-            code = FAILED
+        for what in (writer, run.checkpointer):
+            try:
+                what.close()
+            except OSError as error:
+                console.print(f"[red]error: {error}")
+                code = FAILED
         distributed.finish()
     return code
 
@@ -102,7 +99,7 @@ class _Loop:
         self.state = run.state
         self.first = self.at = int(run.state.step)
         self.base = dict(run.remembered.get("base", {}))
-        self.watch = ZeroWatch(list(flatten(run.parts.trainable)))
+        self.recorder = records.Recorder(run, writer, console)
         self.guard = Guard(run, writer, console)
         self.meter = Meter(total=self.config.train.steps, start=self.first)
 
@@ -127,6 +124,9 @@ class _Loop:
         if code is None:
             self._sample(total)
             self._summary()
+            if wrong := self.recorder.noop.verdict():
+                console.print(f"[red]error: {wrong}")
+                return FAILED
         return DONE if code is None else code
 
     def _begin(self) -> None:
@@ -199,19 +199,21 @@ class _Loop:
         last = number == self.config.train.steps
         if last or (self._saves(number) and not self.guard.in_row):
             self._save(number)
+            self._tell_failed_save()
         return None
 
     def _stop(self, number: int) -> int:
-        if number == self.first or self.guard.in_row:
-            good = self.run.checkpointer.last_good()
-            kept = "nothing was saved yet" if good is None else f"step {good} is saved"
-            console.print(f"{self.stop.received}: {kept}; the same command goes on")
-            return self.config.guard.stop_code
-        self._save(number)
+        saves = number > self.first and not self.guard.in_row
+        if saves:
+            self._save(number)
         self.dog.beat("the save before leaving")
-        problem = self.run.checkpointer.wait()
-        saved = problem or f"saved step {number}; the same command goes on from there"
-        console.print(f"{self.stop.received}: {saved}")
+        told = self.run.checkpointer.wait()
+        good = self.run.checkpointer.last_good()
+        if not told and not saves:
+            told = "nothing was saved yet" if good is None else f"step {good} is saved"
+            told += "; the same command goes on"
+        told = told or f"saved step {number}; the same command goes on from there"
+        console.print(f"{self.stop.received}: {told}")
         return self.config.guard.stop_code
 
     def _record(
@@ -222,29 +224,24 @@ class _Loop:
         if number == self.first + 1:
             seconds = time.perf_counter() - self.run.started
             console.print(f"first step done {units.duration(seconds)} after the start")
-        row = records.step_row(metrics, self.run.data.categories, self.meter)
-        self.writer.write(number, row)
-        show(number, self.meter.line(row["loss"]))
-        if problem := self.run.checkpointer.poll():
-            console.print(f"[yellow]{problem}")
-        if "gradient_is_zero" in metrics and metrics["is_good"] and row["loss_tokens"]:
-            self.watch.look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
+        loss = self.recorder.step(number, metrics, self.meter)
+        show(number, self.meter.line(loss))
+        self._tell_failed_save()
         return self.guard.look(number, metrics)
 
     def _react(self, action: str, bad: Bad | None) -> int | None:
         """Nothing, a roll-back, or the exit code of a run whose numbers went bad."""
         if action == GO_ON or bad is None:
             return None
+        self.dog.beat("what follows from bad numbers")
         if action == STOP:
             self.guard.stop(bad, self.state)
             return BAD_NUMBERS
         bad_total = int(self.state.bad_total)
-        # What ran ahead of the bad step is forgotten with the state it made.
-        state = self.guard.roll_back(bad, bad_total)
-        if state is None:
-            return BAD_NUMBERS
-        self.state, self.at = state, bad.step
-        return None
+        self.state = None  # room for the other one
+        self.state = self.guard.roll_back(bad, bad_total)
+        self.at = bad.step
+        return BAD_NUMBERS if self.state is None else None
 
     def _evaluate_until_good(self, number: int) -> int | None:
         while True:
@@ -272,15 +269,10 @@ class _Loop:
 
     def _sample(self, number: int) -> None:
         self.dog.beat(f"the samples at step {number}")
-        if not self.config.eval.prompts:
-            return
-        params = merge(self.state.trainable, self.run.held.weights)
-        if self.run.parts.layout:
-            params = on_one_device(params)
-        if self.run.peers.is_first:
-            samples.write_samples(
-                self.config, self.run.data, self.run.parts.model, params, step=number
-            )
+        try:
+            samples.sample(self.run, self.state.trainable, step=number)
+        except OSError as error:
+            console.print(f"[yellow]samples of step {number} not written: {error}")
 
     def _save(self, number: int) -> None:
         self.run.checkpointer.save(
@@ -297,6 +289,10 @@ class _Loop:
             },
         )
 
+    def _tell_failed_save(self) -> None:
+        if problem := self.run.checkpointer.poll():
+            console.print(f"[yellow]{problem}")
+
     def _summary(self) -> None:
         if not self.run.peers.is_first:
             return
@@ -307,9 +303,14 @@ class _Loop:
                 "speed": f"{units.count(self.meter.tokens_per_s)} tokens/s",
                 "waiting for data": units.percent(self.meter.data_share),
             }
-        summary.show_summary(
-            console,
-            Path(self.config.workdir),
-            title=self.config.name,
-            figures=figures | self.guard.figures(int(self.state.bad_total)),
-        )
+        if empty := self.recorder.noop.empty_steps:
+            figures["steps without a token to train"] = str(empty)
+        try:
+            summary.show_summary(
+                console,
+                Path(self.config.workdir),
+                title=self.config.name,
+                figures=figures | self.guard.figures(int(self.state.bad_total)),
+            )
+        except OSError as error:
+            console.print(f"[yellow]summary not finished: {error}")

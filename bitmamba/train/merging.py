@@ -12,7 +12,7 @@ from bitmamba import config_read, paths
 from bitmamba.config import Config, LoraConfig, LossConfig, OptimConfig
 from bitmamba.io import digests
 from bitmamba.io.checkpoint import Checkpointer
-from bitmamba.io.load import load_trainable
+from bitmamba.io.load import check_finite, load_trainable
 from bitmamba.io.runs import load_run
 from bitmamba.lora.merge import (
     CodeChange,
@@ -75,6 +75,7 @@ def load_adapter_run(path: str, *, base: str | None = None) -> AdapterRun:
             "which has no adapters; expected a run of configs/lora.py"
         )
     tree, _ = load_run(path, base=base)
+    check_finite(tree, where=f"--checkpoint={path}")
     source = base or meta["frozen"]["source"]
     before = base_of(tree)
     if source and config.lora.train:

@@ -4,13 +4,44 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from rich.console import Console
 
+from bitmamba.io.writer import MetricsWriter
+from bitmamba.paths import flatten
 from bitmamba.report.progress import Meter
 from bitmamba.train.evaluate import held_out_losses
 from bitmamba.train.metrics import category_losses, total_sums
+from bitmamba.train.noop import NoopWatch
 from bitmamba.train.objective import Frozen
 from bitmamba.train.prepare import Run
+from bitmamba.train.watch import ZeroWatch
 from bitmamba.types import Params
+
+
+class Recorder:
+    """Writes a row for each step, and looks at what it did: `watch.py`, `noop.py`."""
+
+    def __init__(self, run: Run, writer: MetricsWriter, console: Console) -> None:
+        self._writer, self._console = writer, console
+        self._names = run.data.categories
+        self._zeros = ZeroWatch(list(flatten(run.parts.trainable)))
+        self.noop = NoopWatch()
+
+    def step(self, number: int, metrics: Mapping[str, Any], meter: Meter) -> float:
+        """Record a step, of its metrics on the host; returns its loss.
+
+        Raises:
+            ValueError: an adapter had no gradient in the first steps.
+        """
+        row = step_row(metrics, self._names, meter)
+        self._writer.write(number, row)
+        if metrics["is_good"]:
+            if "gradient_is_zero" in metrics and row["loss_tokens"]:
+                zeros = metrics["leaf_is_zero"], metrics["gradient_is_zero"]
+                self._zeros.look(*zeros)
+            for line in self.noop.look(number, row):
+                self._console.print(f"[yellow]{line}")
+        return row["loss"]
 
 
 def step_row(

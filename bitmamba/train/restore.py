@@ -15,6 +15,7 @@ from bitmamba.data import DataBundle
 from bitmamba.io.base import BASE, load_base
 from bitmamba.io.checkpoint import Checkpointer, Restored, load_params
 from bitmamba.io.digests import check_same, tree_digests
+from bitmamba.io.load import DamagedError, check_finite
 from bitmamba.io.peers import ALONE, Peers
 from bitmamba.lora.adapters import init_adapters
 from bitmamba.models import build_model, init_params
@@ -57,9 +58,17 @@ def start_or_resume(
     """
     shape = state_shape(parts)
     source = None if keeps_base(config) else config.checkpoint.init_from
-    restored = checkpointer.restore_latest(
-        shape.trainable, shape.opt_state, None if source else parts.frozen
-    )
+    targets = shape.trainable, shape.opt_state
+    try:
+        restored = checkpointer.restore_latest(
+            *targets, None if source else parts.frozen
+        )
+    except DamagedError as damage:  # the frozen ones: damaged steps are set aside
+        restored = checkpointer.restore_latest(*targets)
+        if restored is None:
+            raise
+        frozen = _frozen_again(config, parts, checkpointer, restored, str(damage))
+        restored = restored._replace(frozen=frozen)
     if restored is None:
         started = _start(config, parts, checkpointer, source)
     else:
@@ -70,6 +79,23 @@ def start_or_resume(
         state=parts.layout.place_state(started.state),
         held=parts.layout.place(started.held),
     )
+
+
+def _frozen_again(
+    config: Config, parts: Parts, checkpointer: Checkpointer, restored, damage: str
+) -> Params:
+    """Damaged frozen parameters from where they came from, if they are the same."""
+    source = config.checkpoint.init_from or f"seed {config.seed}"
+    frozen = split_trainable(config, base_params(config, parts))[1]
+    check_same(
+        tree_digests(frozen),
+        restored.meta["frozen"]["digests"],
+        where=f"checkpoint: {damage}; and {source} is not where they came from",
+        advice="restore one of both, or start anew in another workdir",
+    )
+    logging.warning("checkpoint: %s; taken again from %s", damage, source)
+    checkpointer.save_frozen(frozen)
+    return frozen
 
 
 def keeps_base(config: Config) -> bool:
@@ -229,6 +255,7 @@ def _check_params(source: str, params: Params, shapes: Params) -> None:
                 f"{where}: {path}: got {found[path].dtype}{found[path].shape}; "
                 f"expected {leaf.dtype}{leaf.shape} by config.model"
             )
+    check_finite(params, where=where)
 
 
 def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:

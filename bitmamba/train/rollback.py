@@ -123,6 +123,8 @@ class Guard:
 
     def stop(self, bad: Bad, state: TrainState) -> None:
         """Tell that the run ends here, and leave a bundle of its first bad step."""
+        if problem := self._run.checkpointer.wait():
+            self._console.print(f"[yellow]{problem}")
         good = self._run.checkpointer.last_good()
         kept = "no checkpoint" if good is None else f"last good checkpoint: step {good}"
         self._console.print(

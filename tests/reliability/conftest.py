@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from bitmamba.io.load import load_trainable
+from bitmamba.train import build
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -41,6 +43,18 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in mine]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_compiled_once():
+    """Runs of a file share their programs, small ones too; users' cache only large."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "use_compilation_cache", lambda: None)
+        jax.config.update(name, 0.0)
+        yield
+    jax.config.update(name, before)
+
+
 class Job:
     """A run of slow_train.py in a work directory; what it prints is in `shown`."""
 
@@ -67,6 +81,7 @@ class Job:
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "SLOW_TRAIN_S": str(wait_s),
+                    "XLA_FLAGS": "--xla_backend_optimization_level=0",
                     **(environment or {}),
                 },
             )

@@ -26,17 +26,15 @@ def test_kills_and_signals_one_after_another_change_no_bit(jobs, unbroken, tmp_p
     workdir = tmp_path / "run"
 
     job = jobs.start(workdir, **RUN)
-    job.wait_for(jobs.compiles)
-    assert job.send(signal.SIGKILL) == -signal.SIGKILL
-
-    job = jobs.start(workdir, **RUN)
     job.wait_for(jobs.saves)
     job.send(signal.SIGKILL)
     left = jobs.names(workdir / "checkpoints")
 
     job = jobs.start(workdir, **{**RUN, "guard__stop_code": 99})
     job.wait_for(jobs.is_at(10))
+    before = time.monotonic()
     assert job.send(signal.SIGUSR1) == 99
+    assert time.monotonic() - before < 20  # a step and a save, on a busy machine
     assert "SIGUSR1: saved step" in job.shown
     assert not [n for n in jobs.names(workdir / "checkpoints") if "tmp" in n], left
 
@@ -49,7 +47,8 @@ def random_kills(jobs, workdir, config, rng, *, longest_s, settings):
     """Kill a run at random moments until one lives to its end; when they came."""
     moments = []
     while True:
-        job = jobs.start(workdir, config, **settings)
+        compiling = {"SLOW_TRAIN_COMPILES": "always"}
+        job = jobs.start(workdir, config, environment=compiling, **settings)
         delay = rng.uniform(0.2, longest_s)
         began = time.monotonic()
         while time.monotonic() - began < delay and job.process.poll() is None:
@@ -60,6 +59,7 @@ def random_kills(jobs, workdir, config, rng, *, longest_s, settings):
         saving = jobs.saves(job)
         job.send(signal.SIGKILL)
         moments.append(moment(jobs, job, saving))
+        longest_s *= 1.1  # or a machine that got busier would never get anywhere
 
 
 def moment(jobs, job, saving):
@@ -68,9 +68,10 @@ def moment(jobs, job, saving):
     if "step compiled" not in job.shown:
         return "compile" if jobs.compiles(job) else "start"
     found = jobs.rows(job.workdir)
-    last = found[-1]["step"] if found else 0
-    missing = last % RUN["eval__every"] == 0 and "eval/loss" not in found[-1:][0]
-    return "evaluation" if not found or missing else "step"
+    if not found:
+        return "evaluation"
+    is_due = found[-1]["step"] % RUN["eval__every"] == 0
+    return "evaluation" if is_due and "eval/loss" not in found[-1] else "step"
 
 
 @pytest.mark.slow
@@ -113,7 +114,7 @@ def test_kills_of_adapters_and_of_phase_two(jobs, tmp_path):
             workdir = tmp_path / kind / name / "run"
             if name == "killed":
                 moments = []
-                while len(moments) < 4:
+                while len(moments) < 3:
                     workdir = workdir.with_name(f"run{len(moments)}")
                     moments += random_kills(
                         jobs, workdir, config, rng, longest_s=9.0, settings=settings

@@ -97,17 +97,6 @@ def test_an_exploding_dt_bias_is_named(config, data):
     assert found.lanes["float64"] == 0
 
 
-def test_an_id_outside_the_vocabulary_is_named_with_its_token(config, data):
-    made = make(config, data)
-    wrong = made.batch.tokens.at[0, 1, 7].set(config.model.vocab_size)
-
-    found = replay.replay(made._replace(batch=made.batch._replace(tokens=wrong)))
-
-    assert found.token == (0, 1, 7)
-    assert found.layer == "embed"
-    assert "outside the vocabulary" in found.cause
-
-
 @pytest.mark.parametrize(
     ("bias", "kind", "told"),
     [(95.0, "value", "dt overflow: exp("), (86.8, "gradient", "dt overflow: softplus")],

@@ -5,14 +5,17 @@ A token outside the vocabulary makes NaN of a whole step.
 
 import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from bitmamba.io.load import load_params
 from bitmamba.paths import flatten
-from bitmamba.train import bundle, loop
+from bitmamba.train import build, bundle, loop
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
@@ -55,12 +58,27 @@ def read_once(config):
     return KNOWN[config.data]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_compiled_once():
+    """Runs of a file share their programs, small ones too; users' cache only large."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "use_compilation_cache", lambda: None)
+        jax.config.update(name, 0.0)
+        yield
+    jax.config.update(name, before)
+
+
 class Crash(Exception):
     """Stands for a kill: nothing is saved or closed."""
 
 
-def run(config, *, bad=(), crash=None):
-    """Train; `bad` steps get a token outside the vocabulary, `crash` is not reached."""
+def run(config, *, bad=(), crash=None, stop=None):
+    """Train; `bad` steps get a token outside the vocabulary, `crash` is not reached.
+
+    stop: the step during which the process is told to stop.
+    """
     data = read_once(config)
     batches = type(data).batches.__get__(data)
 
@@ -68,6 +86,8 @@ def run(config, *, bad=(), crash=None):
         for number, batch in enumerate(batches(start), start + 1):
             if number == crash:
                 raise Crash
+            if number == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
             if number in bad:
                 tokens = batch.tokens.copy()
                 tokens[0, 0, 3] = config.model.vocab_size
@@ -123,21 +143,28 @@ def test_the_run_goes_back_and_on_with_the_next_data_at_a_lower_rate(unbroken):
     assert extra["n_losses"] == 7  # 1 to 4, then 8 to 10
 
 
-def test_kills_before_and_after_the_way_back_change_no_bit(unbroken, tmp_path):
-    config = settings(tmp_path / "run")
+def test_kills_and_stops_before_and_after_the_way_back_change_no_bit(
+    unbroken, tmp_path, capsys
+):
+    workdir = tmp_path / "run"
+    config = settings(workdir)
+    # Told to stop among bad steps, it saves none of them.
+    assert run(config, bad=BAD, stop=6) == 143
+    assert "SIGTERM: step 4 is saved; the same command" in capsys.readouterr().out
+    assert load_params(workdir)[1]["step"] == 4
     with pytest.raises(Crash):
         run(config, bad=BAD, crash=7)
     # Step 6 was due to be saved, but numbers were bad.
-    assert not (tmp_path / "run" / "checkpoints" / "6").exists()
+    assert not (workdir / "checkpoints" / "6").exists()
     with pytest.raises(Crash):
         run(config, bad=BAD, crash=10)
 
     assert run(config, bad=BAD) == 0
 
-    ours, theirs = last(tmp_path / "run"), last(unbroken)
+    ours, theirs = last(workdir), last(unbroken)
     assert ours["digests"] == theirs["digests"]
     assert ours["extra"] == theirs["extra"]
-    told = [[r for r in rows(w) if "loss" in r] for w in (tmp_path / "run", unbroken)]
+    told = [[r for r in rows(w) if "loss" in r] for w in (workdir, unbroken)]
     assert [r["loss"] for r in told[0]] == [r["loss"] for r in told[1]]
 
 
