@@ -144,13 +144,7 @@ def test_other_data_in_one_process_are_refused_by_its_number(jobs, examples, tmp
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_told(jobs, tmp_path):
     # B100: how long to wait is a setting.
-    only = together(
-        jobs,
-        tmp_path / "run",
-        2,
-        distributed__start_timeout_s=5,
-        each=lambda index: {"distributed__process_id": index},
-    )
+    only = together(jobs, tmp_path / "run", 2, distributed__start_timeout_s=5)
     only[1].process.kill()
 
     code = only[0].end()
