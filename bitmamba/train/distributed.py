@@ -9,6 +9,8 @@ import contextlib
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bitmamba.command_line import FAILED
 from bitmamba.config import Config
 from bitmamba.io.peers import of_jax
 from bitmamba.train.cluster import Place, find_place
@@ -31,8 +34,9 @@ def start(config: Config) -> None:
     """Meet the other processes, if there are any, and watch for their signs.
 
     Raises:
-        ValueError: settings or environment do not say who belongs to the run; or the
-            others did not come in time.
+        ValueError: settings or environment do not say who belongs to the run, or the
+            address cannot be used. If the others do not come in time, one line says so
+            and the process ends with code 1.
     """
     place = find_place(config.distributed, os.environ)
     if place is None:
@@ -41,32 +45,51 @@ def start(config: Config) -> None:
     # Without GPU or TPU, XLA's own collectives know one process only.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
+    # JAX would abort on its own time-out, without a word on what to do.
+    late = threading.Timer(cfg.start_timeout_s, _not_met, [place, cfg.start_timeout_s])
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
             num_processes=place.processes,
             process_id=place.process_id,
             cluster_detection_method="deactivate",
-            initialization_timeout=cfg.start_timeout_s,
+            initialization_timeout=cfg.start_timeout_s + 60,
             # Ours come first, with a line that people understand.
             heartbeat_timeout_seconds=round(cfg.lost_s) + 10,
             shutdown_timeout_seconds=30,
             coordinator_bind_address=cfg.bind or place.coordinator,
         )
     except RuntimeError as error:
-        raise ValueError(_not_met(place, cfg.start_timeout_s, error)) from None
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"config.distributed.coordinator: {place.coordinator}: {reason}; expected "
+            "an address of process 0 with a free port; see config.distributed.bind"
+        ) from None
+    finally:
+        late.cancel()
     _lookouts.append(Lookout(of_jax(), cfg.lost_s, config.workdir))
     _lookouts[-1].start()
 
 
-def _not_met(place: Place, timeout_s: int, error: Exception) -> str:
-    reason = " ".join(str(error).split())
-    return (
-        f"config.distributed: process {place.process_id} of {place.processes} "
-        f"({socket.gethostname()}) did not meet the others at {place.coordinator} "
-        f"within {timeout_s} s: {reason[:160]}; start the missing ones, or raise "
-        "config.distributed.start_timeout_s"
+def _not_met(place: Place, timeout_s: int) -> None:
+    """End this process: not all came."""
+    host, _, port = place.coordinator.rpartition(":")
+    missing = "another process has not come"
+    if place.process_id != 0:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except OSError as error:
+            missing = f"process 0 does not answer there ({error})"
+    line = (
+        f"error: process {place.process_id} of {place.processes} "
+        f"({socket.gethostname()}) waited {timeout_s} s at {place.coordinator}: "
+        f"{missing}; start all processes, or raise config.distributed.start_timeout_s"
     )
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.__stderr__, flush=True)
+    os._exit(FAILED)
 
 
 def finish() -> None:

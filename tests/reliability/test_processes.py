@@ -144,10 +144,12 @@ def test_other_data_in_one_process_are_refused_by_its_number(jobs, examples, tmp
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_told(jobs, tmp_path):
     # B100: how long to wait is a setting.
-    only = together(jobs, tmp_path / "run", 2, distributed__start_timeout_s=5)
-    only[1].process.kill()
+    processes = together(jobs, tmp_path / "run", 3, distributed__start_timeout_s=8)
+    processes[2].send(signal.SIGKILL)
 
-    code = only[0].end()
+    codes = [process.end() for process in processes[:2]]
 
-    assert code == 2, only[0].shown
-    assert "start the missing ones" in only[0].shown
+    assert codes == [1, 1]
+    for index, process in enumerate(processes[:2]):
+        assert f"error: process {index} of 3" in process.shown
+        assert "another process has not come; start all" in process.shown
