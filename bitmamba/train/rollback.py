@@ -135,11 +135,14 @@ class Guard:
         # After a bad evaluation it is that before the next step, if there is one.
         step = bad.step - bad.in_row + 1
         step = min(step, self._run.config.train.steps)
+        state, held = on_host((state, self.held))
+        if not self._run.peers.is_first:
+            return
         try:
             path = bundle.write(
                 self._run,
-                on_host(state),
-                on_host(self.held),
+                state,
+                held,
                 step=step,
                 cause=bad.cause,
                 lr_scale=self.counts.lr_scale,
