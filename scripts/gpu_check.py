@@ -1,0 +1,163 @@
+"""Check every kernel on this GPU, time them, and time whole steps; under 8 minutes.
+
+    python scripts/gpu_check.py --out=gpu_check.json
+
+Needs jax (0.11 or later, for CUDA), flax, optax and orbax-checkpoint; no data, nothing
+is downloaded. In order:
+  1. outputs and all gradients of each kernel against float64 computed on the CPU, at
+     odd lengths and with documents, in bfloat16 and, where it takes it, float32;
+  2. bench_kernels.py;
+  3. training steps of four layers of student_1b4's width: dense and ternary, full and
+     LoRA, with the kernels and with XLA alone; their losses must agree.
+Writes the JSON, and beside it the same for reading (.md). Please send both, with the
+name of your card.
+
+--interpret runs all of it on a CPU at tiny sizes, without times: a check of the check.
+Exit codes: 0 all right, 1 something is not, 2 a mistake.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import bench_kernels  # noqa: E402
+import gpu_check_step  # noqa: E402
+import kernel_cases  # noqa: E402
+
+# Largest error over largest value, of every output and gradient. bfloat16 operands have
+# 8 bits; float32 ones are products of two bfloat16 parts each (pallas_kernels/ssd).
+LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
+WIDE_OPS = ("ssd", "causal_conv1d")
+LOSS_LIMIT = 1e-3
+SECONDS = 450
+
+flags.DEFINE_bool("interpret", False, "On a CPU, tiny sizes, no times.")
+FLAGS = flags.FLAGS
+
+
+def check(case, dtype: str) -> dict:
+    """Errors of one kernel against float64, by output and gradient."""
+    inputs = kernel_cases.cast(case, dtype)
+    got = jax.jit(kernel_cases.with_gradients(case, "pallas"))(inputs)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        # The numbers that the kernel got, which dtype has rounded.
+        exact = {k: None if v is None else _as_float64(v) for k, v in inputs.items()}
+        want = jax.jit(kernel_cases.with_gradients(case, "reference"))(exact)
+        errors = bench_kernels.relative_errors(got, want)
+    worst = max(errors, key=errors.get)
+    passed = errors[worst] <= LIMITS[dtype]
+    row = {"op": case.op, "case": case.name, "dtype": dtype, "passed": passed}
+    return row | {"worst": worst, "error": errors[worst], "errors": errors}
+
+
+def _as_float64(t):
+    host = jax.device_get(t)
+    wide = jnp.issubdtype(t.dtype, jnp.floating)
+    return jnp.asarray(host, jnp.float64 if wide else t.dtype)
+
+
+def check_all() -> list[dict]:
+    """Every kernel; one that fails does not hide the others."""
+    rows = []
+    for make in kernel_cases.small_cases():
+        case = make()
+        for dtype in LIMITS if case.op in WIDE_OPS else ["bfloat16"]:
+            try:
+                row = check(case, dtype)
+            except Exception as error:  # told in the table
+                text = f"{type(error).__name__}: {str(error)[:300]}"
+                row = {"op": case.op, "case": case.name, "dtype": dtype}
+                row |= {"passed": False, "worst": text, "error": float("inf")}
+            verdict = "right" if row["passed"] else "WRONG"
+            told = f"{row['op']} {row['case']} {dtype}: {row['worst']}"
+            print(f"{verdict}  {told} {row['error']:.1e}", flush=True)
+            rows.append(row)
+    return rows
+
+
+def step_all(sizes: gpu_check_step.Sizes, steps: int) -> list[dict]:
+    """Steps with kernels beside steps without; losses must agree."""
+    rows = []
+    for linear in ("dense", "bit"):
+        for mode in ("full", "lora"):
+            pair = []
+            for kernels in ("reference", "pallas"):
+                choice = {"linear": linear, "mode": mode, "kernels": kernels}
+                pair.append(gpu_check_step.run_steps(sizes, steps=steps, **choice))
+                jax.clear_caches()
+            losses = zip(*(row["losses"] for row in pair), strict=True)
+            apart = max(abs(a - b) / abs(a) for a, b in losses)
+            for row in pair:
+                row |= {"apart": apart, "passed": apart <= LOSS_LIMIT}
+                print(step_line(row), flush=True)
+            rows += pair
+    return rows
+
+
+def step_line(row: dict) -> str:
+    """One step for a reader."""
+    return (
+        f"{row['linear']:6}{row['mode']:5}{row['kernels']:10}{row['ms']:9.1f} ms "
+        f"{row['tokens_per_s']:9.0f} tokens/s  peak {row['peak_gib']:.2f} GiB  losses "
+        f"apart by {row['apart']:.1e} of themselves"
+        f"{'' if row['passed'] else '  TOO FAR'}"
+    )
+
+
+def main(argv):
+    """Run the three parts and write what they found."""
+    if len(argv) > 1:
+        raise app.UsageError(f"got {argv[1:]}; expected only flags")
+    wanted = "cpu" if FLAGS.interpret else "gpu"
+    if jax.default_backend() != wanted:
+        raise app.UsageError(
+            f"got platform {jax.default_backend()}; expected {wanted}; install jax "
+            "for CUDA, or pass --interpret on a CPU"
+        )
+    start = time.monotonic()
+    found = {"head": bench_kernels.described(), "checks": check_all()}
+    if FLAGS.interpret:
+        found["bench"] = []
+        found["steps"] = step_all(gpu_check_step.SMALL, steps=2)
+    else:
+        found["steps"] = step_all(gpu_check_step.Sizes(), steps=gpu_check_step.STEPS)
+        found["bench"] = bench_kernels.run(
+            until=lambda: time.monotonic() - start > SECONDS
+        )
+    rows = found["checks"] + found["bench"] + found["steps"]
+    failed = sum(not row["passed"] for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} passed")
+    if FLAGS.out:
+        path = Path(FLAGS.out)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".md").write_text(readable(found))
+        print(f"wrote {path} and {path.with_suffix('.md')}")
+    return 1 if failed else 0
+
+
+def readable(found: dict) -> str:
+    """The findings as Markdown."""
+    head = "\n".join(f"- {name}: {value}" for name, value in found["head"].items())
+    checks = "\n".join(
+        f"| {r['op']} {r['case']} | {r['dtype']} | {r['worst']} | {r['error']:.1e} | "
+        f"{'right' if r['passed'] else 'WRONG'} |"
+        for r in found["checks"]
+    )
+    times = "\n".join(line for r in found["bench"] for line in bench_kernels.lines(r))
+    steps = "\n".join(map(step_line, found["steps"]))
+    return (
+        f"{head}\n\n| kernel | dtype | worst | error | |\n|---|---|---|---|---|\n"
+        f"{checks}\n\n```\n{times}\n```\n\n```\n{steps}\n```\n"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)
