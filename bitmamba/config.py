@@ -7,6 +7,7 @@ Each part of the program receives only its own dataclass.
 from dataclasses import dataclass, field
 
 from bitmamba.config_guard import CheckpointConfig, GuardConfig
+from bitmamba.config_mesh import DistributedConfig, MeshConfig
 from bitmamba.config_model import (
     LAYER_SYMBOLS,
     AttentionConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DistributedConfig",
     "EvalConfig",
     "GuardConfig",
     "LoraConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "LossConfig",
     "MLPConfig",
     "Mamba2Config",
+    "MeshConfig",
     "ModelConfig",
     "OptimConfig",
     "Rule",
@@ -131,7 +134,8 @@ class LoraConfig:
     train: patterns of base parameters trained directly, as ".*/(A_log|D|dt_bias)".
     state_offset: also train an offset of each SSM layer's state (H, P, N).
     codes: how frozen ternary weights stay in memory: "compute" (model.dtype: no
-        conversion in any step) or "int8" (smaller; converted in each product).
+        conversion in any step) or "int8" (smaller; converted in each product on a
+        CPU, multiplied as int8 on a GPU).
     """
 
     place: tuple[str, ...] = ("all",)
@@ -293,3 +297,5 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)

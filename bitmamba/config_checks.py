@@ -13,6 +13,7 @@ from bitmamba.config import (
     ModelConfig,
     OptimConfig,
 )
+from bitmamba.config_mesh import check_distributed, check_mesh
 
 
 def check(config: Config) -> None:
@@ -29,6 +30,8 @@ def check(config: Config) -> None:
     _check_lora(config)
     _check_loss(config)
     _check_guard(config.guard)
+    check_mesh(config.mesh)
+    check_distributed(config.distributed)
 
 
 def _check_model(model: ModelConfig) -> None:

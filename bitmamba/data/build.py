@@ -15,7 +15,7 @@ from bitmamba.data.loading import Loader
 from bitmamba.data.plan import Plan, make_plan, plan_digest
 from bitmamba.data.store import TokenStore
 from bitmamba.data.summary import make_account
-from bitmamba.data.windows import rows_of_process
+from bitmamba.data.windows import process_rows
 from bitmamba.types import Batch
 
 ROLES = ("sft", "heldout_replay", "replay")
@@ -76,14 +76,16 @@ class DataBundle:
             window=self.window,
             batch_size=self.batch_size,
             accumulation=self.accumulation,
+            rows=process_rows(self.batch_size, process_index, process_count),
         )
-        batches = iterate(source, start_step=start_step)
-        if process_count == 1:
-            return batches
-        return (
-            rows_of_process(batch, index=process_index, count=process_count)
-            for batch in batches
-        )
+        return iterate(source, start_step=start_step)
+
+    def n_tokens(self, step: int) -> int:
+        """Tokens, padding not counted, that the update after `step` others reads."""
+        n = self.batch_size * self.accumulation
+        first, last = self.plan.offsets[[step * n, (step + 1) * n]]
+        spans = self.plan.spans[first:last]
+        return int((spans[:, 2] - spans[:, 1]).sum())
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of a plain text that a model of plain text continues."""

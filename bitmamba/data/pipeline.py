@@ -18,7 +18,10 @@ BATCHES_AHEAD = 4
 
 
 class StepSource:
-    """Step -> global batch with (M, B, L) fields; a grain random-access source."""
+    """Step -> batch with (M, B, L) fields; a grain random-access source.
+
+    rows: which of the B rows of the global batch are made; all by default.
+    """
 
     def __init__(
         self,
@@ -28,18 +31,22 @@ class StepSource:
         window: int,
         batch_size: int,
         accumulation: int,
+        rows: slice = slice(None),
     ):
         self._plan, self._stores, self._window = plan, stores, window
         self._shape = (accumulation, batch_size)
+        self._rows = rows
 
     def __len__(self) -> int:
         return self._plan.n_windows // int(np.prod(self._shape))
 
     def __getitem__(self, step: int) -> Batch:
         n = int(np.prod(self._shape))
-        indices = range(step * n, (step + 1) * n)
-        flat = make_windows(self._plan, self._stores, indices, window=self._window)
-        return Batch(*(f.reshape(*self._shape, self._window) for f in flat))
+        grid = np.arange(step * n, (step + 1) * n).reshape(self._shape)[:, self._rows]
+        flat = make_windows(
+            self._plan, self._stores, grid.reshape(-1), window=self._window
+        )
+        return Batch(*(f.reshape(*grid.shape, self._window) for f in flat))
 
 
 def iterate(source: StepSource, *, start_step: int) -> Iterator[Batch]:

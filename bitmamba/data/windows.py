@@ -79,11 +79,15 @@ def rows_of_process(batch: Batch, *, index: int, count: int) -> Batch:
     Raises:
         ValueError: B is not a multiple of count.
     """
-    rows = batch.tokens.shape[1]
+    part = process_rows(batch.tokens.shape[1], index, count)
+    return Batch(*(field[:, part] for field in batch))
+
+
+def process_rows(rows: int, index: int, count: int) -> slice:
+    """Which of a global batch's rows are a process's; errors as `rows_of_process`."""
     if rows % count:
         raise ValueError(
             f"train.batch_size: got {rows} for {count} processes; expected a multiple "
             "of the number of processes"
         )
-    part = slice(index * rows // count, (index + 1) * rows // count)
-    return Batch(*(field[:, part] for field in batch))
+    return slice(index * rows // count, (index + 1) * rows // count)

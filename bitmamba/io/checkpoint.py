@@ -5,22 +5,22 @@ A checkpoint directory holds step folders (Orbax items `trainable`, `opt_state` 
 once; the directory is self-contained. `README.md` here states the format.
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from absl import logging
 
-from bitmamba.io import digests, load, meta, steps, store
+from bitmamba.io import digests, load, meta, shards, steps, store
 from bitmamba.io.fingerprints import check_fingerprints
 from bitmamba.io.load import load_params
+from bitmamba.io.peers import ALONE, Peers
 
 __all__ = ["Checkpointer", "Restored", "check_fingerprints", "load_params"]
-
-_SPARE_BYTES = 1 << 20  # for metadata, beside the arrays
 
 
 class Restored(NamedTuple):
@@ -47,6 +47,7 @@ class Checkpointer:
         keep: int,
         fingerprints: Mapping[str, Any],
         config: Mapping[str, Any],
+        peers: Peers = ALONE,
     ):
         """Open a directory, making it if needed, and clean up after a killed save.
 
@@ -55,13 +56,16 @@ class Checkpointer:
             keep: complete steps that stay; the disk needs room for one more.
             fingerprints: see `check_fingerprints`; compared on every restore.
             config: the resolved configuration, stored in every step.
+            peers: all must open, save, restore and close together; the first of them
+                names, moves and removes folders.
         """
         self._directory = Path(directory).absolute()
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._peers = peers
         self._keep = keep
         self._fingerprints = fingerprints
         self._config = config
-        for line in steps.tidy(self._directory):
+        for line in peers.first(lambda: steps.tidy(self._directory)):
             logging.info("checkpoint: %s", line)
         self._writer = store.make_writer()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -92,24 +96,26 @@ class Checkpointer:
                 called and `frozen_digests` only say which they are.
             extra: run counters, JSON-able.
         """
-        self._collect()
+        self._agree()
         items = {"trainable": trainable, "opt_state": opt_state}
         record = meta.make_meta(
             step=step,
             config=self._config,
             fingerprints=self._fingerprints,
-            leaf_digests={k: digests.tree_digests(v) for k, v in items.items()},
+            leaf_digests={
+                k: shards.tree_digests(v, self._peers) for k, v in items.items()
+            },
             frozen_digests=frozen_digests,
             frozen_source=frozen_source,
             extra=extra,
         )
-        if no_room := self._no_room(items):
+        need = sum(map(digests.n_bytes, jax.tree.leaves(items)))
+        if no_room := self._peers.first(lambda: steps.no_room(self._directory, need)):
             self._fail(step, no_room)
             return
         folder = self._directory / str(step)
         try:
-            steps.tidy(self._directory)
-            steps.set_aside(folder)
+            self._peers.do_first(lambda: steps.make_way(folder))
             store.start_write(self._writer, folder, meta=record, **items)
         except Exception as error:  # Orbax raises many kinds; all mean "not saved"
             self._fail(step, load.one_line(error))
@@ -132,14 +138,12 @@ class Checkpointer:
         if not table:
             return {}
         folder = self._directory / meta.frozen_folder(table)
-        if folder.exists():
-            try:
-                load.read_whole(folder / "params", table)
-                return table
-            except load.DamagedError as damage:
-                logging.warning("checkpoint %s: %s; saved again", folder, damage)
-                steps.quarantine(folder)
+        if self._peers.first(lambda: load.is_whole(folder, table)):
+            return table
         self._collect()
+        if self._peers.count > 1:
+            # Every process holds them whole; as numpy arrays the first writes them.
+            frozen = jax.tree.map(np.asarray, frozen)
         try:
             store.start_write(self._writer, folder, params=frozen)
             self._writer.wait_until_finished()
@@ -160,8 +164,8 @@ class Checkpointer:
         return "; ".join(problems) or None
 
     def wait(self) -> str | None:
-        """Wait for a save in progress, then as `poll`."""
-        self._collect()
+        """Wait for a save in progress, of all processes, then as `poll`."""
+        self._agree()
         return self.poll()
 
     def close(self) -> None:
@@ -170,7 +174,7 @@ class Checkpointer:
         Raises:
             OSError: the last save failed; the message names the last good step.
         """
-        self._collect()
+        self._agree()
         self._waiter.shutdown()
         store.close_writer(self._writer)
         if self._last_failure:
@@ -206,13 +210,13 @@ class Checkpointer:
         """
         self._collect()
         targets = {"trainable": target_trainable, "opt_state": target_opt_state}
-        folders = steps.step_folders(self._directory)
-        for step in sorted(folders, key=prefer, reverse=True):  # stable: newest first
-            folder = folders[step]
-            try:
-                record, placed = self._restore_step(folder, targets)
-            except load.DamagedError as damage:
-                self._set_aside(step, folder, str(damage))
+        folders = self._peers.first(lambda: steps.step_names(self._directory))
+        # Stable: the newest of the preferred first.
+        for step, name in sorted(folders, key=lambda f: prefer(f[0]), reverse=True):
+            folder = self._directory / name
+            damage, record, placed = self._try_step(folder, targets)
+            if damage := next(filter(None, self._peers.gather(damage)), None):
+                self._peers.do_first(partial(self._set_aside, step, folder, damage))
                 continue
             frozen = self._restore_frozen(record, target_frozen)
             return Restored(step, frozen=frozen, meta=record, **placed)
@@ -224,6 +228,15 @@ class Checkpointer:
             )
         return None
 
+    def _try_step(
+        self, folder: Path, targets: Mapping[str, Any]
+    ) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
+        """(damage found by this process, and what `_restore_step` returns)."""
+        try:
+            return None, *self._restore_step(folder, targets)
+        except load.DamagedError as damage:
+            return str(damage), {}, {}
+
     def _restore_step(
         self, folder: Path, targets: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -234,8 +247,10 @@ class Checkpointer:
         tables = record["digests"]
         for name, target in targets.items():
             load.check_target(target, tables[name], f"{where}: {name}")
-        items = {name: load.read_whole(folder / name, tables[name]) for name in targets}
-        placed = {name: load.place(items[name], targets[name]) for name in targets}
+        placed = {
+            name: load.read_placed(folder / name, tables[name], target)
+            for name, target in targets.items()
+        }
         return record, placed
 
     def _restore_frozen(self, record: dict[str, Any], target: Any) -> Any:
@@ -253,6 +268,15 @@ class Checkpointer:
         line = f"step {step}: {reason}; set aside as {moved.name}; {then}"
         logging.warning("checkpoint: %s", line)
 
+    def _agree(self) -> None:
+        """`_collect`, and a save that failed for one process failed for all."""
+        started = self._pending
+        self._collect()
+        failures = self._peers.gather(self._last_failure)
+        if any(failures) and self._last_failure is None and started:
+            number, why = next((i, f) for i, f in enumerate(failures) if f)
+            self._fail(started[0], f"process {number}: {why}")
+
     def _collect(self) -> None:
         """Wait for the save in progress and draw its consequences."""
         if not self._pending:
@@ -264,6 +288,8 @@ class Checkpointer:
             self._fail(step, load.one_line(error))
             return
         self._last_failure = None
+        if not self._peers.is_first:
+            return
         steps.put_back(self._directory / str(step))
         for line in steps.retire(self._directory, saved=step, keep=self._keep):
             logging.warning("checkpoint: %s", line)
@@ -281,14 +307,5 @@ class Checkpointer:
         """After a failure: a writer that failed raises old errors at later saves."""
         store.close_writer(self._writer)
         self._writer = store.make_writer()
-        steps.tidy(self._directory)
-
-    def _no_room(self, items: Mapping[str, Any]) -> str | None:
-        need = sum(map(digests.n_bytes, jax.tree.leaves(items))) + _SPARE_BYTES
-        free = shutil.disk_usage(self._directory).free
-        if free >= need:
-            return None
-        return (
-            f"disk full: {free / 2**20:,.0f} MiB free at {self._directory}; "
-            f"expected at least {need / 2**20:,.0f} MiB; free some space"
-        )
+        if self._peers.is_first:
+            steps.tidy(self._directory)

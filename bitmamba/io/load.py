@@ -1,6 +1,7 @@
 """Reading checkpoints: verified arrays, placed without a cast; parameters alone."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from absl import logging
 
 from bitmamba import paths
 from bitmamba.io import digests, meta, steps, store
+
+_GROUP_BYTES = 1 << 28  # of leaves that are read, verified and placed together
 
 
 class DamagedError(ValueError):
@@ -137,6 +140,47 @@ def check_target(target: Any, table: Mapping[str, str], where: str) -> None:
             )
 
 
+def is_whole(folder: Path, table: Mapping[str, str]) -> bool:
+    """Whether these frozen parameters are there; damaged ones are set aside."""
+    if not folder.exists():
+        return False
+    try:
+        read_whole(folder / "params", table)
+    except DamagedError as damage:
+        logging.warning("checkpoint %s: %s; saved again", folder, damage)
+        steps.quarantine(folder)
+        return False
+    return True
+
+
+def read_placed(folder: Path, table: Mapping[str, str], target: Any) -> Any:
+    """`read_whole`, then `place`; of what is large some leaves at a time.
+
+    So no host holds more than one large leaf whole, wherever the others lie.
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(target)
+    leaves = {digests.path_name(path): leaf for path, leaf in flat}
+    placed: dict[str, Any] = {}
+    for group in _groups(leaves):
+        arrays = read_whole(folder, {path: table[path] for path in group})
+        placed |= {path: place_leaf(arrays[path], leaves[path]) for path in group}
+    return jax.tree_util.tree_unflatten(structure, [placed[path] for path in leaves])
+
+
+def _groups(leaves: Mapping[str, Any]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for path, leaf in leaves.items():
+        dtype = getattr(leaf, "dtype", np.dtype(float))
+        n = math.prod(getattr(leaf, "shape", ())) * dtype.itemsize
+        if group and size + n > _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(path)
+        size += n
+    yield group
+
+
 def check_finite(tree: Any, *, where: str) -> None:
     """Refuse parameters that are not finite.
 
@@ -159,15 +203,21 @@ def check_finite(tree: Any, *, where: str) -> None:
 def place(arrays: Mapping[str, np.ndarray], target: Any) -> Any:
     """Put arrays into the target's structure, on the devices of its leaves."""
     flat, structure = jax.tree_util.tree_flatten_with_path(target)
-    placed = [_place_leaf(arrays[digests.path_name(p)], leaf) for p, leaf in flat]
+    placed = [place_leaf(arrays[digests.path_name(p)], leaf) for p, leaf in flat]
     return jax.tree_util.tree_unflatten(structure, placed)
 
 
-def _place_leaf(array: np.ndarray, target: Any) -> Any:
+def place_leaf(array: np.ndarray, target: Any) -> Any:
+    """One array where its target lies."""
     if not hasattr(target, "dtype"):
         return array.item()
     if isinstance(target, np.ndarray | np.generic):
         return array
+    if spreads(target):
+        # Each process makes its own devices' parts.
+        return jax.make_array_from_callback(
+            array.shape, target.sharding, lambda index: array[index]
+        )
     is_loose = isinstance(target, jax.Array) and not target.committed
     sharding = None if is_loose else getattr(target, "sharding", None)
     if digests.is_key(target):
@@ -175,6 +225,12 @@ def _place_leaf(array: np.ndarray, target: Any) -> Any:
         key = jax.random.wrap_key_data(array, impl=impl)
         return key if sharding is None else jax.device_put(key, sharding)
     return jax.device_put(array, sharding)
+
+
+def spreads(target: Any) -> bool:
+    """Whether a target lies on several devices."""
+    sharding = getattr(target, "sharding", None)
+    return sharding is not None and len(sharding.device_set) > 1
 
 
 def one_line(error: BaseException) -> str:

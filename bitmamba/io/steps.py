@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+_SPARE_BYTES = 1 << 20  # for metadata, beside the arrays
 _STEP = re.compile(r"([0-9]{1,18})(\.old)?")
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
@@ -43,6 +44,29 @@ def tidy(directory: Path) -> list[str]:
         if _STEP.fullmatch(old.name):
             put_back(old.with_suffix(""))
     return lines
+
+
+def step_names(directory: Path) -> list[tuple[int, str]]:
+    """`step_folders` as plain data, for other processes."""
+    return [(step, folder.name) for step, folder in step_folders(directory).items()]
+
+
+def no_room(directory: Path, arrays: int) -> str | None:
+    """A sentence when so many bytes of arrays do not fit on the disk, else None."""
+    need = arrays + _SPARE_BYTES
+    free = shutil.disk_usage(directory).free
+    if free >= need:
+        return None
+    return (
+        f"disk full: {free / 2**20:,.0f} MiB free at {directory}; "
+        f"expected at least {need / 2**20:,.0f} MiB; free some space"
+    )
+
+
+def make_way(folder: Path) -> None:
+    """Before a step is saved: nothing unfinished is there, nor the step itself."""
+    tidy(folder.parent)
+    set_aside(folder)
 
 
 def set_aside(folder: Path) -> None:

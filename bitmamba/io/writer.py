@@ -87,6 +87,16 @@ class MetricsWriter:
         self._waiting = b""
 
 
+class NoWriter:
+    """What a process has that writes no metrics: one of several does."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def _plain(name: str, value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:
         value = value.item()

@@ -28,8 +28,10 @@ from bitmamba.optim import (
 )
 from bitmamba.report.plan import MemoryPlan
 from bitmamba.train.evaluate import make_eval_step
+from bitmamba.train.layout import Layout, make_layout
 from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
 from bitmamba.train.spike import SpikeRule
+from bitmamba.train.spread import spread_eval, spread_gradients
 from bitmamba.train.state import TrainState, init_state
 from bitmamba.train.step import Pull, make_train_step
 from bitmamba.types import Batch, BatchWithBase, Params
@@ -44,6 +46,7 @@ class Parts(NamedTuple):
     of the adapters, float32, as they are saved. held: what the step gets as frozen.
     All are trees of ShapeDtypeStructs.
     offsets: shapes of the state offsets that train, by path.
+    layout: over which devices all of it lies; None is one device.
     """
 
     model: LM
@@ -55,6 +58,7 @@ class Parts(NamedTuple):
     optimizer: Optimizer
     step: Any
     eval_step: Any
+    layout: Layout | None = None
 
 
 def build_parts(config: Config, data: DataBundle) -> Parts:
@@ -62,8 +66,9 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
 
     Raises:
         ValueError: the rules leave nothing to train, or miss a parameter; a name or
-            rule places no adapter.
+            rule places no adapter; the mesh does not fit the devices or the batch.
     """
+    layout = make_layout(config)
     model = run_model(config)
     base_shapes = param_shapes(model)
     offsets = state_offset_shapes(config.model) if config.lora.state_offset else {}
@@ -86,9 +91,10 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         seed=config.seed,
         watch_zeros=config.train.mode == "lora",
         spike=_spike(config),
+        compute=layout and spread_gradients(layout),
     )
     eval_step = make_eval_step(make_eval_loss(model), n_categories=len(data.categories))
-    return Parts(
+    parts = Parts(
         model=model,
         base_shapes=base_shapes,
         trainable=trainable,
@@ -98,6 +104,29 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         optimizer=optimizer,
         step=jax.jit(step, donate_argnums=0),
         eval_step=jax.jit(eval_step),
+    )
+    return parts if layout is None else _laid_out(parts, layout, step, eval_step)
+
+
+def _laid_out(parts: Parts, layout: Layout, step, eval_step) -> Parts:
+    """The same parts, whose functions and shapes say where everything lies."""
+    state = layout.state_shardings(state_shape(parts))
+    held = layout.shapes(parts.held)
+    where = jax.tree.map(lambda leaf: leaf.sharding, held)
+    return parts._replace(
+        held=held,
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(state, where, layout.micro_rows),
+            out_shardings=(state, layout.whole),
+        ),
+        eval_step=jax.jit(
+            spread_eval(eval_step, layout),
+            in_shardings=(state.trainable, where, layout.rows),
+            out_shardings=layout.whole,
+        ),
+        layout=layout,
     )
 
 
@@ -185,9 +214,26 @@ def batch_shape(config: Config, *, micro: bool = False) -> Batch | BatchWithBase
 
 def state_shape(parts: Parts) -> TrainState:
     """ShapeDtypeStructs of the training state."""
-    return jax.eval_shape(
+    shape = jax.eval_shape(
         lambda p: init_state(p, parts.optimizer.init(p)), parts.trainable
     )
+    if parts.layout is None:
+        return shape
+    return shape._replace(
+        trainable=parts.layout.shapes(shape.trainable),
+        opt_state=parts.layout.shapes(shape.opt_state),
+    )
+
+
+def first_state(parts: Parts, trainable: Params) -> TrainState:
+    """The state before step 1, where the layout wants it."""
+    init = jax.jit(parts.optimizer.init)
+    if parts.layout is None:
+        return init_state(trainable, init(trainable))
+    trainable = parts.layout.place(trainable)
+    where = parts.layout.shardings(jax.eval_shape(init, trainable))
+    opt_state = jax.jit(init, out_shardings=where)(trainable)
+    return parts.layout.place_state(init_state(trainable, opt_state))
 
 
 def compile_step(
@@ -201,16 +247,17 @@ def compile_step(
 
 
 def memory_plan(config: Config, parts: Parts) -> MemoryPlan:
-    """Exact bytes of parameters and optimiser states, from shapes alone."""
+    """Exact bytes of parameters and optimiser states, from shapes alone; a device's."""
+    size = _bytes if parts.layout is None else parts.layout.n_bytes
     states = {}
     for name in TRANSFORMS:
         optim = dataclasses.replace(config.optim, name=name)
         init = make_optimizer(optim, parts.trainable, steps=config.train.steps).init
-        states[name] = _bytes(jax.eval_shape(init, parts.trainable))
+        states[name] = size(jax.eval_shape(init, parts.trainable))
     mine = states.pop(config.optim.name)
     return MemoryPlan(
-        parameters=_bytes((parts.trainable, parts.held)),
-        gradients=_bytes(parts.trainable),
+        parameters=size((parts.trainable, parts.held)),
+        gradients=size(parts.trainable),
         optimizer_name=config.optim.name,
         optimizer=mine,
         others=states,

@@ -9,6 +9,7 @@ state.safetensors    trainable/…, opt_state/… before the step, and held/…:
                      frozen, with the learning rate
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from bitmamba import config_read
-from bitmamba.config import Config
+from bitmamba.config import Config, MeshConfig
 from bitmamba.io import digests, load, meta
 from bitmamba.train import build
 from bitmamba.train.objective import Frozen
@@ -62,7 +63,9 @@ def write(
     folder = Path(run.config.workdir) / "bundles" / f"step_{step}"
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    batch = next(iter(run.batches(step - 1)))
+    # Of all processes' rows.
+    batches = run.batches if run.peers.count == 1 else run.data.batches
+    batch = next(iter(batches(step - 1)))
     trees = {"trainable": state.trainable, "opt_state": state.opt_state, "held": held}
     info = {
         "format": FORMAT,
@@ -134,6 +137,8 @@ def read(path: str | Path) -> Bundle:
                 "newer version wrote it, update this one"
             )
         config = config_read.from_config_dict(info["config"])
+        # One device holds it: what a step does wrong it does there too.
+        config = dataclasses.replace(config, mesh=MeshConfig())
         data = SimpleNamespace(categories=tuple(info["categories"]))
         parts = build.build_parts(config, data)
         arrays = load_file(folder / "batch.safetensors")

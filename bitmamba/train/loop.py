@@ -3,20 +3,20 @@
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
-from bitmamba.io.writer import MetricsWriter
-from bitmamba.paths import merge
+from bitmamba.io.peers import of_jax
+from bitmamba.io.writer import MetricsWriter, NoWriter
 from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
-from bitmamba.train import records, restore, samples
+from bitmamba.train import distributed, records, restore, samples
 from bitmamba.train.evaluate import against_base
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.rollback import GO_ON, STOP, Bad, Guard
@@ -41,21 +41,31 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
             initial parameters do not fit the model; the memory budget is too small.
         NotImplementedError: the asked kernels cannot run here.
     """
-    if dry:
+    # Of several processes one shows the run.
+    console.quiet = not of_jax().is_first
+    with StopSignal(at_once=config.guard.stop_code), distributed.faults_told(config):
+        if not dry:
+            prepared = prepare(config, data, console=console)
+            return lambda: _train(prepared)
         dry_run(config, data, console=console)
-        return lambda: DONE
-    with StopSignal(at_once=config.guard.stop_code):
-        prepared = prepare(config, data, console=console)
-    return lambda: _train(prepared)
+        distributed.finish()
+    return lambda: DONE
 
 
 def _train(run: Run) -> int:
     """Steps, evaluations and saves up to the last step; returns the exit code."""
     config, first = run.config, int(run.state.step)
-    writer = MetricsWriter(config.workdir, resume_step=first or None)
-    with StopSignal() as stop, Watchdog(config.guard.stuck_s, config.workdir) as dog:
+    writer = NoWriter()
+    if run.peers.is_first:
+        writer = MetricsWriter(config.workdir, resume_step=first or None)
+    with (
+        StopSignal() as stop,
+        Watchdog(config.guard.stuck_s, config.workdir) as dog,
+        distributed.faults_told(config),
+    ):
         try:
-            code = _Loop(run, writer, stop, dog).go()
+            agreed = distributed.agreed(stop, run.parts.layout)
+            code = _Loop(run, writer, agreed, dog).go()
         except BaseException:
             with contextlib.suppress(OSError):  # the fault itself is to be told
                 writer.close()
@@ -67,6 +77,7 @@ def _train(run: Run) -> int:
             except OSError as error:
                 console.print(f"[red]error: {error}")
                 code = FAILED
+        distributed.finish()
     return code
 
 
@@ -100,7 +111,8 @@ class _Loop:
             return self._stop(self.first)
         if self.first >= total:
             console.print(f"already trained to step {self.first} of {total}")
-            if not samples.are_written(self.config, total):
+            written = partial(samples.are_written, self.config, total)
+            if not self.run.peers.first(written):
                 self._sample(total)
             self._summary()
             return DONE
@@ -122,11 +134,15 @@ class _Loop:
         if self.first == 0:
             self._evaluate(0)
             self._sample(0)
-        elif self._evaluates(self.first):
-            # A run that was told to stop saves first, and leaves this to us.
-            rows = summary.read_rows(Path(self.config.workdir) / "metrics.jsonl")
-            if not any(r["step"] == self.first and "eval/loss" in r for r in rows):
-                self._evaluate(self.first)
+        # A run that was told to stop saves first, and leaves this to us.
+        elif self._evaluates(self.first) and not self.run.peers.first(
+            self._is_evaluated
+        ):
+            self._evaluate(self.first)
+
+    def _is_evaluated(self) -> bool:
+        rows = summary.read_rows(Path(self.config.workdir) / "metrics.jsonl")
+        return any(r["step"] == self.first and "eval/loss" in r for r in rows)
 
     def _stretch(self, show: Callable[[int, str], None]) -> int | None:
         """Steps from `at` on, to the end or to a roll-back; an exit code ends all."""
@@ -138,8 +154,9 @@ class _Loop:
             before = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - before
-            self.state, metrics = self.run.step(self.state, held, batch)
-            tokens = int(np.count_nonzero(batch.segment_ids))
+            self.stop.post()
+            self.state, metrics = self.run.step(self.state, held, self.run.put(batch))
+            tokens = self.run.data.n_tokens(number - 1)
             self.meter.step_done(number, tokens=tokens, waited=waited)
             # One step late, so that the device never waits for the host.
             if pending:
@@ -237,6 +254,7 @@ class _Loop:
     def _evaluate(self, number: int) -> tuple[str, Bad | None]:
         def each():
             self.dog.beat(f"the evaluation at step {number}")
+            self.stop.post()
             if self.stop.received:
                 raise _Stopped
 
@@ -251,11 +269,8 @@ class _Loop:
 
     def _sample(self, number: int) -> None:
         self.dog.beat(f"the samples at step {number}")
-        params = merge(self.state.trainable, self.run.held.weights)
         try:
-            samples.write_samples(
-                self.config, self.run.data, self.run.parts.model, params, step=number
-            )
+            samples.sample(self.run, self.state.trainable, step=number)
         except OSError as error:
             console.print(f"[yellow]samples of step {number} not written: {error}")
 
@@ -279,6 +294,8 @@ class _Loop:
             console.print(f"[yellow]{problem}")
 
     def _summary(self) -> None:
+        if not self.run.peers.is_first:
+            return
         seconds = time.perf_counter() - self.run.started
         figures = {"total time": units.duration(seconds)}
         if self.meter.steps_done:

@@ -2,21 +2,25 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 
 from bitmamba import config_read
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.checkpoint import Checkpointer
+from bitmamba.io.peers import ALONE, Peers, of_jax
 from bitmamba.lora.coverage import coverage
 from bitmamba.models.sites import adapter_sites
 from bitmamba.optim import chain_hints, group_table
 from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
 from bitmamba.train import base_logits, build, memory, restore
+from bitmamba.train.layout import Layout
 from bitmamba.train.objective import Frozen
 from bitmamba.train.state import TrainState
 from bitmamba.types import Batch, BatchWithBase
@@ -25,7 +29,8 @@ from bitmamba.types import Batch, BatchWithBase
 class Run(NamedTuple):
     """A run that is ready for its next step.
 
-    batches: (number of steps done) -> what the following steps read.
+    batches: (number of steps done) -> what the following steps read, numpy; of several
+        processes each has its own rows.
     """
 
     config: Config
@@ -40,6 +45,11 @@ class Run(NamedTuple):
     remembered: dict[str, Any]
     checkpointer: Checkpointer
     started: float
+    peers: Peers = ALONE
+
+    def put(self, batch: Batch | BatchWithBase) -> Batch | BatchWithBase:
+        """A batch where the step reads it."""
+        return self.parts.layout.put(batch) if self.parts.layout else batch
 
 
 def dry_run(config: Config, data: DataBundle, *, console: Console) -> None:
@@ -61,14 +71,19 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
     """
     started = time.perf_counter()
     build.use_compilation_cache()
+    peers = of_jax()
+    _check_processes(config, data, peers)
     parts = build.build_parts(config, data)
     _show_start(console, config, data, parts)
-    checkpointer = restore.make_checkpointer(config, data)
+    checkpointer = restore.make_checkpointer(config, data, peers)
     begin = restore.start_or_resume(config, parts, checkpointer)
     compiled, seconds = build.compile_step(config, parts)
     _show_memory(console, config, parts, plan.step_memory(compiled), seconds)
-    config_read.write_json(config, Path(config.workdir) / "config.json")
-    batches = data.batches
+    if peers.is_first:
+        config_read.write_json(config, Path(config.workdir) / "config.json")
+    batches = partial(
+        data.batches, process_index=peers.index, process_count=peers.count
+    )
     if config.loss.is_cached:
         batches = base_logits.batches_with_base(
             config, data, parts, begin, console=console
@@ -86,7 +101,30 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
         remembered=begin.remembered,
         checkpointer=checkpointer,
         started=started,
+        peers=peers,
     )
+
+
+def _check_processes(config: Config, data: DataBundle, peers: Peers) -> None:
+    """Every process must have the same settings and data, and so the same plan."""
+    plain = config_read.to_json(config)
+    # Which process it is, and where it listens, is each process's own.
+    plain.pop("distributed")
+    mine = {"data": restore.fingerprints(config, data), "config": plain}
+    said = [flatten(one) for one in peers.gather(mine)]
+    for number, theirs in enumerate(said):
+        for name in sorted(said[0].keys() | theirs.keys()):
+            if said[0].get(name) != theirs.get(name):
+                raise ValueError(
+                    f"process {number} of {peers.count}: {name}: got "
+                    f"{theirs.get(name)}; expected {said[0].get(name)} as process 0; "
+                    "start every process with the same settings and files"
+                )
+    if config.loss.is_cached and peers.count > 1:
+        raise NotImplementedError(
+            "config.loss.base_logits: got cached with several processes; expected "
+            "copy, or one process; set config.loss.base_logits=copy"
+        )
 
 
 def _show_start(
@@ -110,6 +148,16 @@ def _show_start(
             clamp_allowed=config.train.mode != "head_only",
         ),
     )
+    _show_devices(console, parts.layout)
+
+
+def _show_devices(console: Console, layout: Layout | None) -> None:
+    if layout is not None:
+        console.print(layout.line())
+    elif (there := jax.device_count()) > 1:
+        console.print(
+            f"[yellow]note: 1 of {there} devices is used; config.mesh.data=0 uses all"
+        )
 
 
 def _show_memory(

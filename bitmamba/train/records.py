@@ -71,7 +71,10 @@ def evaluate(
 
     def eval_step(*arguments):
         each()
-        return jax.block_until_ready(run.parts.eval_step(*arguments))
+        trainable, held, batch = arguments
+        if run.parts.layout:
+            batch = run.parts.layout.put_whole(batch)
+        return jax.block_until_ready(run.parts.eval_step(trainable, held, batch))
 
     return held_out_losses(
         eval_step,

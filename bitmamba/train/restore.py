@@ -16,10 +16,17 @@ from bitmamba.io.base import BASE, load_base
 from bitmamba.io.checkpoint import Checkpointer, Restored, load_params
 from bitmamba.io.digests import check_same, tree_digests
 from bitmamba.io.load import DamagedError, check_finite
+from bitmamba.io.peers import ALONE, Peers
 from bitmamba.lora.adapters import init_adapters
 from bitmamba.models import build_model, init_params
 from bitmamba.models.frozen import projection_value
-from bitmamba.train.build import Parts, hold, split_trainable, state_shape
+from bitmamba.train.build import (
+    Parts,
+    first_state,
+    hold,
+    split_trainable,
+    state_shape,
+)
 from bitmamba.train.objective import Frozen
 from bitmamba.train.spike import LossHistory
 from bitmamba.train.state import TrainState, init_state
@@ -63,8 +70,15 @@ def start_or_resume(
         frozen = _frozen_again(config, parts, checkpointer, restored, str(damage))
         restored = restored._replace(frozen=frozen)
     if restored is None:
-        return _start(config, parts, checkpointer, source)
-    return _resume(config, parts, restored, source)
+        started = _start(config, parts, checkpointer, source)
+    else:
+        started = _resume(config, parts, restored, source)
+    if parts.layout is None:
+        return started
+    return started._replace(
+        state=parts.layout.place_state(started.state),
+        held=parts.layout.place(started.held),
+    )
 
 
 def _frozen_again(
@@ -96,8 +110,7 @@ def _start(config: Config, parts: Parts, checkpointer, source) -> Started:
     own = jax.tree.map(jnp.asarray, own)
     held = hold(config, own, frozen)
     trainable, held = first_values(config, parts, own, held)
-    state = init_state(trainable, jax.jit(parts.optimizer.init)(trainable))
-    return Started(state, held, digests, source, remembered)
+    return Started(first_state(parts, trainable), held, digests, source, remembered)
 
 
 def _resume(config: Config, parts: Parts, restored, source) -> Started:
@@ -141,7 +154,7 @@ def last_good(
         return _state_of(restored), restored.meta["extra"]
     own, _ = split_trainable(config, base_params(config, parts))
     trainable, _ = first_values(config, parts, jax.tree.map(jnp.asarray, own), held)
-    return init_state(trainable, jax.jit(parts.optimizer.init)(trainable)), {}
+    return first_state(parts, trainable), {}
 
 
 def at_step(state: TrainState, step: int, *, bad_total: int) -> TrainState:
@@ -266,11 +279,14 @@ def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:
     }
 
 
-def make_checkpointer(config: Config, data: DataBundle) -> Checkpointer:
-    """Checkpoints under `<workdir>/checkpoints`."""
+def make_checkpointer(
+    config: Config, data: DataBundle, peers: Peers = ALONE
+) -> Checkpointer:
+    """Checkpoints under `<workdir>/checkpoints`, which all processes see."""
     return Checkpointer(
         Path(config.workdir) / "checkpoints",
         keep=config.checkpoint.keep,
         fingerprints=fingerprints(config, data),
         config=config_read.to_json(config),
+        peers=peers,
     )

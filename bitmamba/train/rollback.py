@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 from rich.console import Console
 
 from bitmamba.io.writer import MetricsWriter
 from bitmamba.paths import flatten
 from bitmamba.train import bundle, guard, restore
 from bitmamba.train.guard import GO_ON, ROLL_BACK, STOP, Counts
+from bitmamba.train.layout import on_host
 from bitmamba.train.objective import Frozen
 from bitmamba.train.prepare import Run
 from bitmamba.train.state import TrainState
@@ -118,7 +118,8 @@ class Guard:
             f"data of step {bad.step + 1}, learning rate x {self.counts.lr_scale:g} "
             f"(roll-back {self.counts.rollbacks} of {self._cfg.max_rollbacks})"
         )
-        return restore.at_step(good, bad.step, bad_total=bad_total)
+        state = restore.at_step(good, bad.step, bad_total=bad_total)
+        return run.parts.layout.place_state(state) if run.parts.layout else state
 
     def stop(self, bad: Bad, state: TrainState) -> None:
         """Tell that the run ends here, and leave a bundle of its first bad step."""
@@ -134,11 +135,14 @@ class Guard:
         # After a bad evaluation it is that before the next step, if there is one.
         step = bad.step - bad.in_row + 1
         step = min(step, self._run.config.train.steps)
+        state, held = on_host((state, self.held))
+        if not self._run.peers.is_first:
+            return
         try:
             path = bundle.write(
                 self._run,
-                jax.device_get(state),
-                jax.device_get(self.held),
+                state,
+                held,
                 step=step,
                 cause=bad.cause,
                 lr_scale=self.counts.lr_scale,

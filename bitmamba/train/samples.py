@@ -7,6 +7,9 @@ from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.models import LM
 from bitmamba.models.sample import Sampling, generate
+from bitmamba.paths import merge
+from bitmamba.train.layout import on_one_device
+from bitmamba.train.prepare import Run
 from bitmamba.types import Params
 
 # Small models repeat themselves when the likeliest token is always taken.
@@ -37,6 +40,21 @@ def continue_prompts(
     )
     texts = [data.tokenizer.decode(ids) for ids in continued]
     return list(zip(prompts, texts, strict=True))
+
+
+def sample(run: Run, trainable: Params, *, step: int) -> None:
+    """Continue the prompts of a run, in the first of its processes; all must ask.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    if not run.config.eval.prompts:
+        return
+    params = merge(trainable, run.held.weights)
+    if run.parts.layout:
+        params = on_one_device(params)
+    if run.peers.is_first:
+        write_samples(run.config, run.data, run.parts.model, params, step=step)
 
 
 def write_samples(

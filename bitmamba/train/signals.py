@@ -1,7 +1,7 @@
 """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave; a second one is final.
 
-For a single process. With `jax.distributed` JAX has its own notice of SIGTERM, which a
-handler of ours would remove.
+Of several processes each has its own; `distributed.AgreedStop` makes them one. JAX's
+notice of SIGTERM would not see the other signals, and is off.
 """
 
 import contextlib
@@ -49,6 +49,9 @@ class StopSignal:
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._old_fd)
         self._write.close()  # ends the thread
+
+    def post(self) -> None:
+        """Nothing: alone, whoever reads `received` need not agree with others."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name

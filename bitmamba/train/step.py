@@ -44,6 +44,7 @@ def make_train_step(
     seed: int = 0,
     watch_zeros: bool = False,
     spike: SpikeRule | None = None,
+    compute: Callable | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """Build step(state, frozen, batch) -> (state, metrics).
 
@@ -64,6 +65,7 @@ def make_train_step(
         seed: of the keys that loss_fn gets, one for each step and micro-batch.
         watch_zeros: also return which leaves and gradients are exactly zero.
         spike: which losses are spikes; None calls none so.
+        compute: what stands in for `gradients`, as over many devices; None is it.
 
     Returns:
         A function to be jitted, with state donated; batch fields are (M, B, L).
@@ -74,8 +76,10 @@ def make_train_step(
         "gradient_is_zero", (leaves,) bool, before the update.
     """
 
+    compute = compute or gradients
+
     def step(state, frozen, batch):
-        grads, sums, divergence = gradients(
+        grads, sums, divergence = compute(
             loss_fn,
             state.trainable,
             frozen,
@@ -154,14 +158,28 @@ def _zeros(tree) -> jax.Array:
 
 
 def gradients(
-    loss_fn, trainable, frozen, batch: Batch, *, n_categories, divergence_weight, key
+    loss_fn,
+    trainable,
+    frozen,
+    batch: Batch,
+    *,
+    n_categories,
+    divergence_weight,
+    key,
+    over: tuple[str, ...] = (),
 ):
     """Gradients of the token-weighted mean over all micro-batches, and its parts.
+
+    Args:
+        over: mesh axes that the rows are spread over; the mean is over all rows, the
+            results are this device's share of the sums.
 
     Returns:
         (gradients, LossSums, mean divergence or None).
     """
     total = batch.loss_weights.sum()
+    if over:
+        total = lax.psum(total, over)
     scale = jnp.where(total > 0, 1.0 / jnp.maximum(total, 1e-30), 0.0)
 
     def objective(trainable, micro: Batch, key):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from bitmamba.config import MeshConfig
 from bitmamba.data import DataBundle
 from bitmamba.optim import hyper
 from bitmamba.paths import flatten
@@ -45,14 +46,19 @@ def run(
         BAD_NUMBERS when every arm diverged.
 
     Raises:
-        ValueError: nothing to evaluate on; a list that changes nothing; the memory
-            budget is too small; the base does not fit the model.
+        ValueError: nothing to evaluate on; several devices; a list that changes
+            nothing; the memory budget is too small; the base does not fit the model.
     """
     started = time.perf_counter()
     if not data.eval_sft and not data.eval_replay:
         raise ValueError(
             "sweep: got no held-out data; expected examples or text to compare arms "
             "on; set config.data.heldout_share or config.data.heldout_replay"
+        )
+    if arms[0].config.mesh != MeshConfig():
+        raise ValueError(
+            "config.mesh: got several devices in a sweep; expected one (data 1 x fsdp "
+            "1): its arms share one device; start a run for each arm instead"
         )
     build.use_compilation_cache()
     groups = _groups(arms, data, how)

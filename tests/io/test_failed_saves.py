@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bitmamba.io import checkpoint, steps, store
+from bitmamba.io import steps, store
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,9 +112,7 @@ def test_a_full_disk_is_seen_before_writing(toy, open_checkpointer, monkeypatch)
     toy.save(checkpointer, 1)
     checkpointer.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            checkpoint.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000)
-        )
+        patch.setattr(steps.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
 
         toy.save(checkpointer, 2)
 

@@ -58,11 +58,13 @@ def programs_compiled_once():
 class Job:
     """A run of slow_train.py in a work directory; what it prints is in `shown`."""
 
-    def __init__(self, workdir, config, settings, *, wait_s=0.05, environment=None):
+    def __init__(
+        self, workdir, config, settings, *, wait_s=0.05, environment=None, label=""
+    ):
         self.workdir = Path(workdir)
         flags = [f"--config.{k}={'' if v is None else v}" for k, v in settings.items()]
         self.workdir.parent.mkdir(parents=True, exist_ok=True)
-        self._out = self.workdir.with_name(f"{self.workdir.name}.out")
+        self._out = self.workdir.with_name(f"{self.workdir.name}{label}.out")
         with self._out.open("w") as out:
             self.process = subprocess.Popen(
                 [
@@ -157,7 +159,9 @@ def examples(tmp_path_factory):
 def jobs(examples):
     """Everything in this file, for the tests; `start(workdir, config, **settings)`."""
 
-    def start(workdir, config="sft", *, wait_s=0.05, environment=None, **settings):
+    def start(
+        workdir, config="sft", *, wait_s=0.05, environment=None, label="", **settings
+    ):
         files = {
             "data.sft": "" if config == "warmup" else examples / "examples.jsonl",
             "data.replay": examples / "text.jsonl" if config == "warmup" else "",
@@ -166,7 +170,14 @@ def jobs(examples):
         }
         settings = {k.replace("__", "."): v for k, v in settings.items()}
         merged = {**SMALL, **files, **settings}
-        return Job(workdir, config, merged, wait_s=wait_s, environment=environment)
+        return Job(
+            workdir,
+            config,
+            merged,
+            wait_s=wait_s,
+            environment=environment,
+            label=label,
+        )
 
     return SimpleNamespace(
         start=start,

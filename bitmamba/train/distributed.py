@@ -1,0 +1,154 @@
+"""Several processes of one run: how they meet, stop together, and miss one another.
+
+Started before JAX looks at its devices. JAX's notice of SIGTERM is off: it does not see
+SIGUSR1 and Ctrl-C, and a handler of ours would silence it. The processes agree on our
+own flag instead.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bitmamba.command_line import FAILED
+from bitmamba.config import Config
+from bitmamba.io.peers import of_jax
+from bitmamba.train.cluster import Place, find_place
+from bitmamba.train.layout import Layout
+from bitmamba.train.lost import Lookout
+from bitmamba.train.signals import StopSignal
+
+_lookouts: list[Lookout] = []
+
+
+def start(config: Config) -> None:
+    """Meet the other processes, if there are any, and watch for their signs.
+
+    Raises:
+        ValueError: settings or environment do not say who belongs to the run, or the
+            address cannot be used. If the others do not come in time, one line says so
+            and the process ends with code 1.
+    """
+    place = find_place(config.distributed, os.environ)
+    if place is None:
+        return
+    cfg = config.distributed
+    # Without GPU or TPU, XLA's own collectives know one process only.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX would abort on its own time-out, without a word on what to do.
+    late = threading.Timer(cfg.start_timeout_s, _not_met, [place, cfg.start_timeout_s])
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            num_processes=place.processes,
+            process_id=place.process_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=cfg.start_timeout_s + 60,
+            # Ours come first, with a line that people understand.
+            heartbeat_timeout_seconds=round(cfg.lost_s) + 10,
+            shutdown_timeout_seconds=30,
+            coordinator_bind_address=cfg.bind or place.coordinator,
+        )
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"config.distributed.coordinator: {place.coordinator}: {reason}; expected "
+            "an address of process 0 with a free port; see config.distributed.bind"
+        ) from None
+    finally:
+        late.cancel()
+    _lookouts.append(Lookout(of_jax(), cfg.lost_s, config.workdir))
+    _lookouts[-1].start()
+
+
+def _not_met(place: Place, timeout_s: int) -> None:
+    """End this process: not all came."""
+    host, _, port = place.coordinator.rpartition(":")
+    missing = "another process has not come"
+    if place.process_id != 0:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except OSError as error:
+            missing = f"process 0 does not answer there ({error})"
+    line = (
+        f"error: process {place.process_id} of {place.processes} "
+        f"({socket.gethostname()}) waited {timeout_s} s at {place.coordinator}: "
+        f"{missing}; start all processes, or raise config.distributed.start_timeout_s"
+    )
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.__stderr__, flush=True)
+    os._exit(FAILED)
+
+
+def finish() -> None:
+    """Part from the others at the end of a run; waits for them a while."""
+    if _lookouts:
+        jax.distributed.shutdown()
+        _lookouts.pop().stop()
+
+
+@contextlib.contextmanager
+def faults_told(config: Config) -> Iterator[None]:
+    """Parts from the others after a mistake, which every process finds by itself.
+
+    When a collective fails because a process is gone, the lookout tells which, and ends
+    this one. If it finds all of them alive, the error is ours.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError):
+        finish()
+        raise
+    except jax.errors.JaxRuntimeError:
+        if of_jax().count > 1 and _lookouts:
+            time.sleep(config.distributed.lost_s + 5)
+        raise
+
+
+class AgreedStop:
+    """`StopSignal.received` as all processes of a run see it, at the same step.
+
+    `post` starts a sum over devices of who has been told to stop; `received` waits for
+    it. Posted before a step and read after the one before it was recorded, it costs no
+    waiting: it then stands in the devices' queue in front of the step.
+    """
+
+    def __init__(self, stop: StopSignal, layout: Layout) -> None:
+        self._stop, self._layout = stop, layout
+        self._largest = jax.jit(jnp.max, out_shardings=layout.whole)
+        self._posted: jax.Array | None = None
+        self._agreed: int | None = 0
+
+    def post(self) -> None:
+        """Say what this process knows; all must, in the same order."""
+        name = self._stop.received
+        number = signal.Signals[name].value if name else 0
+        mine = np.full(len(self._layout.mesh.local_devices), number, np.int32)
+        flags = jax.make_array_from_process_local_data(self._layout.rows, mine)
+        self._posted, self._agreed = self._largest(flags), None
+
+    @property
+    def received(self) -> str | None:
+        """Name of the signal that some process had received at the last `post`."""
+        if self._agreed is None:
+            self._agreed = int(self._posted)
+        return signal.Signals(self._agreed).name if self._agreed else None
+
+
+def agreed(stop: StopSignal, layout: Layout | None) -> Any:
+    """The signal to follow: this process's own, or that of all of them."""
+    if layout is None or of_jax().count == 1:
+        return stop
+    return AgreedStop(stop, layout)
