@@ -1,7 +1,7 @@
 """Feed the readers of foreign files with inputs that a coverage-guided fuzzer makes.
 
     python scripts/fuzz_readers.py --seconds=600
-    python scripts/fuzz_readers.py --seconds=60 --targets=rows,peft --corpus=out/corpus
+    python scripts/fuzz_readers.py --seconds=60 --targets=rows,peft --corpus=runs/corpus
 
 Each target gets its share of the time, in a process of its own. A target takes any
 bytes and may refuse them in one sentence; whatever else it raises, ten seconds for one
@@ -31,7 +31,7 @@ from scripts.fuzz_targets import TARGETS
 _SECONDS = flags.DEFINE_integer("seconds", 60, "Of fuzzing, all targets together.", 1)
 _TARGETS = flags.DEFINE_list("targets", [], "Some of them; the default is all.")
 _CORPUS = flags.DEFINE_string("corpus", None, "Where inputs are kept between runs.")
-_FINDINGS = flags.DEFINE_string("findings", "out/findings", "Where findings go.")
+_FINDINGS = flags.DEFINE_string("findings", "runs/fuzz", "Where findings go.")
 _ONE = flags.DEFINE_string(
     "one", None, "Fuzz this target here, for the command itself."
 )

@@ -50,7 +50,9 @@ def template(data: bytes) -> None:
         made = jinja_render.Renderer(
             data.decode("utf-8", "replace"), special_tokens=["<s>"], bos="", eos="</s>"
         )
-        for segment in [*made.segments(turns), *made.prompt(turns[:1])]:
+        segments = made.segments(turns)
+        assert any(s.trained and s.text for s in segments), "nothing is trained"
+        for segment in [*segments, *made.prompt(turns[:1])]:
             segment.text.encode("utf-8")
     except (ValueError, Refused) as error:
         _check_sentence(error, "")

@@ -135,7 +135,7 @@ class Renderer:
             rendered = rendered.replace(_OPEN, "").replace(_CLOSE, "")
         else:
             spans = self._spans_by_prefix(rendered, messages)
-        if not spans:
+        if not any(start < stop for start, stop in spans):
             raise Refused("no trained span", "the template writes no answer")
         return _cut(rendered, spans)
 

@@ -79,15 +79,27 @@ def test_the_extremes_of_weights_stay_finite(build):
     assert weights[weights > 0].min() > 1e-7
 
 
-def test_a_document_without_a_token_is_refused(build, write):
-    """The template writes nothing, and the last turn has no end to be learnt."""
-    template = write(b"{% generation %}{% endgeneration %}", "empty.jinja")
+class Mute(ByteTokenizer):
+    """As a tokenizer.json whose normaliser deletes everything."""
+
+    def encode_markup(self, texts):
+        return [[] for _ in texts]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"), [("x", "no token"), ("", "no trained span")]
+)
+def test_a_document_without_a_token_is_refused(build, write, body, reason):
+    """The last turn has no end to be learnt, and the template writes nothing."""
+    source = "{% generation %}" + body + "{% endgeneration %}"
+    template = write(source.encode(), "empty.jinja")
     turns = [("user", "q"), ("assistant", "a"), ("user", "q")]
     row = {"messages": [{"role": r, "content": c} for r, c in turns]}
+    settings = {"template": template, "max_refused_share": 0.5, "tokenizer": Mute()}
 
-    bundle = build([{"text": "x"}, row], template=template, max_refused_share=0.5)
+    bundle = build([{"text": "x"}, row], **settings)
 
-    assert bundle.account.files[0].refused == {"no token": 1}
+    assert bundle.account.files[0].refused == {reason: 1}
 
 
 def test_a_gigabyte_in_one_line_is_refused_and_not_kept(tmp_path):

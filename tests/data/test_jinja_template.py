@@ -118,6 +118,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert refused.value.reason == "template rewrites earlier turns"
 
 
+@pytest.mark.parametrize("more", ["", "|"])
+def test_marks_around_nothing_are_refused(more):
+    """Found by a property: only the end of text would have been trained."""
+    source = more + "{% generation %}{% endgeneration %}"
+
+    with pytest.raises(Refused) as refused:
+        trained(template(source), PAIR)
+
+    assert refused.value.reason == "no trained span"
+
+
 def test_a_template_that_drops_the_answer_is_refused():
     with pytest.raises(Refused) as refused:
         trained(template("{% for m in messages %}{{ m.role }};{% endfor %}"), FOUR)
