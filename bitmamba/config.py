@@ -134,8 +134,7 @@ class LoraConfig:
     train: patterns of base parameters trained directly, as ".*/(A_log|D|dt_bias)".
     state_offset: also train an offset of each SSM layer's state (H, P, N).
     codes: how frozen ternary weights stay in memory: "compute" (model.dtype: no
-        conversion in any step) or "int8" (smaller; converted in each product on a
-        CPU, multiplied as int8 on a GPU).
+        conversion in any step) or "int8" (smaller; a GPU multiplies it as int8).
     """
 
     place: tuple[str, ...] = ("all",)
