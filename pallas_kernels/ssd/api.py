@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend, checks
 from pallas_kernels.documents import run_numbers
-from pallas_kernels.ssd import reference, vjp
+from pallas_kernels.ssd import reference, refusals, vjp
 
 
 class SSDOutput(NamedTuple):
@@ -66,16 +66,30 @@ def ssd(
     _check(x, dt, A, B, C, D, segment_ids, initial_state)
     if chunk_size < 1:
         raise ValueError(f"ssd: chunk_size: got {chunk_size}; expected >= 1")
-    backend.resolve(implementation, op="ssd")
     batch, _, heads, width = x.shape
     wide = reference.wide_dtype(x, dt)
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, width, B.shape[-1]), wide)
     run = None if segment_ids is None else run_numbers(segment_ids)
-    y, final_state = vjp.ssd_chunked(
-        x, dt, A, B, C, _skip_per_channel(D, x), run, initial_state, chunk_size
+    args = (x, dt, A, B, C, _skip_per_channel(D, x), run, initial_state)
+    if _choose(implementation, x, dt, A, B, C, initial_state) == "pallas":
+        from pallas_kernels.ssd.kernel_vjp import scan_by_kernels
+
+        return SSDOutput(*scan_by_kernels(*args))
+    return SSDOutput(*vjp.ssd_chunked(*args, chunk_size))
+
+
+def _choose(implementation, *arrays) -> str:
+    """The implementation that runs."""
+    # The kernels have been compiled for GPUs and interpreted, but not yet run on one:
+    # "auto" waits for that.
+    return backend.resolve(
+        implementation,
+        op="ssd",
+        has_kernel=True,
+        refusal=refusals.refusal(*arrays),
+        wins=False,
     )
-    return SSDOutput(y, final_state)
 
 
 def ssd_step(

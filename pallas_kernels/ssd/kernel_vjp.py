@@ -19,6 +19,42 @@ from pallas_kernels.ssd.layout import Sizes, heads_per_block
 from pallas_kernels.ssd.map_gradient import map_gradient
 from pallas_kernels.ssd.pair_gradients import pair_gradients
 from pallas_kernels.ssd.state_pass import state_gradients, state_pass
+from pallas_kernels.ssd.vjp import pad_to_chunks
+
+
+# Tokens a chunk. More do not fit the shared memory of sm_86 and sm_89.
+CHUNK = 64
+# Channels of a head in the kernels; a wider head becomes several with the same decays.
+_WIDTH = 64
+# The narrowest left operand of the tensor cores.
+_NARROWEST = 16
+
+
+def scan_by_kernels(x, dt, A, B, C, D, run, initial_state, *, save_states=True):
+    """(y, final state); arguments as `vjp.ssd_chunked` takes them, of any length.
+
+    `refusals.refusal` must have been asked. With one state per channel B and C are
+    padded with zeros to the tensor cores' narrowest operand (README.md, "One state per
+    channel").
+    """
+    y_shape, state_shape = x.shape, initial_state.shape
+    n, pieces = B.shape[-1], x.shape[-1] // _WIDTH
+    D = jnp.zeros(x.shape[2:], jnp.float32) if D is None else D.astype(jnp.float32)
+    x, initial_state = _in_pieces(x, 3), _in_pieces(initial_state, 2)
+    dt, A = jnp.repeat(dt, pieces, 2), jnp.repeat(A, pieces)
+    x, dt, B, C = (pad_to_chunks(t, CHUNK) for t in (x, dt, B, C))
+    run = None if run is None else pad_to_chunks(run, CHUNK, mode="edge")
+    if n == 1:
+        wide = [(0, 0)] * 3 + [(0, _NARROWEST - n)]
+        B, C, initial_state = (jnp.pad(t, wide) for t in (B, C, initial_state))
+    D = D.reshape(-1, _WIDTH)
+    y, final = ssd_by_kernels(x, dt, A, B, C, D, run, initial_state, CHUNK, save_states)
+    return y[:, : y_shape[1]].reshape(y_shape), final[..., :n].reshape(state_shape)
+
+
+def _in_pieces(t, axis):
+    """(..., H, P, ...) with P at `axis` -> (..., H·P/64, 64, ...)."""
+    return t.reshape(*t.shape[: axis - 1], -1, _WIDTH, *t.shape[axis + 1 :])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
@@ -38,7 +74,7 @@ def _fwd(x, dt, A, B, C, D, run, initial_state, size, save_states):
 
 
 def _forward(x, dt, A, B, C, D, run, initial_state, size):
-    s = _sizes(x, B, size)
+    s = _sizes(x, B, C, size)
     vectors, through = decay_vectors(dt, A, run, size)
     x_t, B_t, C_t = (_operand(t, s.parts) for t in (x, B, C))
     states, final = state_pass(x_t, B_t, vectors, through, _rows(initial_state), s)
@@ -52,7 +88,7 @@ def _forward(x, dt, A, B, C, D, run, initial_state, size):
 def _bwd(size, save_states, saved, cotangents):
     x, dt, A, B, C, D, run, initial_state, states = saved
     dy, dfinal = cotangents
-    s = _sizes(x, B, size)
+    s = _sizes(x, B, C, size)
     vectors, through = decay_vectors(dt, A, run, size)
     x_t, dy_t, B_t, C_t = (_operand(t, s.parts) for t in (x, dy, B, C))
     if states is None:
@@ -118,10 +154,15 @@ def _bounds(run, s):
     return *document_bounds(run, s.q), jnp.arange(s.q, dtype=jnp.int32)
 
 
-def _sizes(x, B, size) -> Sizes:
+def _parts(*operands):
+    """bfloat16 parts that hold every operand: one, or two for float32."""
+    return 1 if all(t.dtype == tiles.HALF for t in operands) else 2
+
+
+def _sizes(x, B, C, size) -> Sizes:
     batch, length, heads, width = x.shape
-    parts = 1 if x.dtype == tiles.HALF else 2
-    return Sizes(batch, length // size, size, heads, width, *B.shape[2:], parts)
+    groups_n, parts = B.shape[2:], _parts(x, B, C)
+    return Sizes(batch, length // size, size, heads, width, *groups_n, parts)
 
 
 def _rows(state):

@@ -37,7 +37,7 @@ def _ssd_bwd(chunk_size, saved, cotangents):
     dy, dfinal = cotangents
     wide, size = states.dtype, _size(x, B, chunk_size)
     A_wide, D_wide = _wide(A, wide), _wide(D, wide)
-    inputs = [_pad(t, size) for t in (dy, x, dt, B, C)]
+    inputs = [pad_to_chunks(t, size) for t in (dy, x, dt, B, C)]
 
     def one(carry, chunk):
         dstate, sums, grads = carry
@@ -71,7 +71,7 @@ def _forward(x, dt, A, B, C, D, run, initial_state, chunk_size, *, keep_states):
     size = _size(x, B, chunk_size)
     A_wide, D_wide = _wide(A, wide), _wide(D, wide)
 
-    inputs = [_pad(t, size) for t in (x, dt, B, C)]
+    inputs = [pad_to_chunks(t, size) for t in (x, dt, B, C)]
 
     def one(carry, chunk):
         state, y = carry
@@ -98,7 +98,7 @@ def _wide(t, wide):
     return None if t is None else t.astype(wide)
 
 
-def _pad(t, size, *, mode="constant"):
+def pad_to_chunks(t, size, *, mode="constant"):
     """Pad (B, L, ...) to whole chunks.
 
     Padding has dt = 0, hence decay 1 and no input: the state passes exactly.
@@ -128,5 +128,5 @@ def _runs(run, size):
     """Run numbers by chunk, and the run before each chunk; padding joins the last."""
     if run is None:
         return None
-    runs = _pad(run, size, mode="edge").reshape(run.shape[0], -1, size).swapaxes(0, 1)
+    runs = pad_to_chunks(run, size, mode="edge").reshape(run.shape[0], -1, size).swapaxes(0, 1)
     return runs, jnp.concatenate([runs[:1, :, 0], runs[:-1, :, -1]])
