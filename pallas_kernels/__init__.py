@@ -8,6 +8,8 @@ from pallas_kernels.causal_conv1d.api import (
     causal_conv1d,
     causal_conv1d_step,
 )
+from pallas_kernels.out_prod.api import choose_out_prod, out_prod
+from pallas_kernels.out_prod.planes import pack_planes, unpack_planes
 from pallas_kernels.ssd.api import SSDOutput, ssd, ssd_step
 
 __all__ = [
@@ -15,6 +17,10 @@ __all__ = [
     "SSDOutput",
     "causal_conv1d",
     "causal_conv1d_step",
+    "choose_out_prod",
+    "out_prod",
+    "pack_planes",
     "ssd",
     "ssd_step",
+    "unpack_planes",
 ]

@@ -22,6 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import backend
 
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+# For kernels that never read what they write: no barrier at each store.
+WRITES_ONLY = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 
 
 def kernel(body: Callable, **options: Any) -> Callable:
@@ -127,6 +131,16 @@ def smem_written() -> None:
         _warpgroup_barrier()
 
 
+def smem_read() -> None:
+    """Say that tiles of a pipeline have been read, before new ones replace them.
+
+    TMA writes by another path than the warps read by: a fence has to order the two.
+    Before Hopper each copy waits for all warps itself.
+    """
+    if is_hopper():
+        plgpu.commit_smem()
+
+
 def _mma_interpreted(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     dims = (((1,), (0,)), ((), ()))
     return acc + lax.dot_general(a, b, dims, preferred_element_type=acc.dtype)
@@ -150,6 +164,7 @@ for _allowed in (
 
 __all__ = [
     "LANE",
+    "WRITES_ONLY",
     "is_hopper",
     "kernel",
     "mgpu",
@@ -157,6 +172,7 @@ __all__ = [
     "plgpu",
     "races_raise",
     "smem",
+    "smem_read",
     "smem_written",
     "store_tile",
     "tile_spec",

@@ -109,6 +109,7 @@ STANDARD = {
     "itertools",
     "logging",
     "math",
+    "re",
     "typing",
     "types",
     "__future__",

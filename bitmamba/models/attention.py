@@ -111,13 +111,13 @@ class Attention(nn.Module):
             visible = _written_before(state, x.shape[1])
         mixed = grouped_attention(queries, keys.astype(values.dtype), values, visible)
         scale = len(self.cfg.layers) ** -0.5
-        out = Linear(self.cfg.d_model, self.cfg, scale, name="o_proj")
+        out = Linear(self.cfg.d_model, self.cfg, scale, self.kernels, name="o_proj")
         return out(mixed.reshape(*x.shape[:2], -1)), state
 
     def _heads(self, name: str, n_heads: int, x: jax.Array) -> jax.Array:
         """Project to (B, L, n_heads, P)."""
         width = self.cfg.attention.headdim
-        y = Linear(n_heads * width, self.cfg, name=name)(x)
+        y = Linear(n_heads * width, self.cfg, kernels=self.kernels, name=name)(x)
         return y.reshape(*x.shape[:2], n_heads, width)
 
     @staticmethod

@@ -51,7 +51,7 @@ class BitMamba2(nn.Module):
         del positions
         cfg, (d_inner, n_heads) = self.cfg.bitmamba2, sizes(self.cfg)
         width = 2 * d_inner + 3 * n_heads
-        projected = Linear(width, self.cfg, name="in_proj")(x)
+        projected = Linear(width, self.cfg, kernels=self.kernels, name="in_proj")(x)
         edges = [d_inner, 2 * d_inner, 2 * d_inner + n_heads, 2 * d_inner + 2 * n_heads]
         z, inner, B, C, dt = jnp.split(projected, edges, axis=-1)
         A_log = self.param("A_log", init.log_decay, (n_heads,), jnp.float32)
@@ -84,7 +84,8 @@ class BitMamba2(nn.Module):
         else:
             y = recompute(gated)(y, z)
         scale = len(self.cfg.layers) ** -0.5
-        out = Linear(self.cfg.d_model, self.cfg, scale, name="out_proj")(y)
+        width = self.cfg.d_model
+        out = Linear(width, self.cfg, scale, self.kernels, name="out_proj")(y)
         return out, None if state is None else SSMState(conv_state, ssm_state)
 
     @staticmethod

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from bitmamba.config import BitLinearConfig, ModelConfig
-from bitmamba.models import adapters, bitlinear, init
+from bitmamba.models import adapters, bitlinear, init, lora_linear
 from bitmamba.models.recompute import recompute
 from bitmamba.quant.ternary import TernaryWeight
 from bitmamba.types import Features
@@ -100,6 +100,7 @@ class Linear(nn.Module):
     n_features: int
     cfg: ModelConfig
     init_scale: float = 1.0
+    kernels: str = "auto"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -108,13 +109,28 @@ class Linear(nn.Module):
         if self.cfg.norm_placement == "linear":
             x = RMSNorm(self.cfg.norm_eps, name="norm")(x)
         bit = self.cfg.bitlinear if self.cfg.linear == "bit" else None
-        y = linear(x, kernel, bit=bit, dtype=jnp.dtype(self.cfg.dtype))
+        dtype = jnp.dtype(self.cfg.dtype)
         branches = adapters.adapters_of(self)
         if not branches:
-            return y
-        weight = kernel.value() if isinstance(kernel, TernaryWeight) else kernel
+            return linear(x, kernel, bit=bit, dtype=dtype)
         key = adapters.dropout_key(self)
-        return adapters.add_branches(y, x, branches, weight=weight, key=key)
+
+        def forward(x, kernel, branches):
+            y = linear(x, kernel, bit=bit, dtype=dtype)
+            weight = kernel.value() if isinstance(kernel, TernaryWeight) else kernel
+            return adapters.add_branches(y, x, branches, weight=weight, key=key)
+
+        if lora_linear.applies(
+            self.kernels,
+            x,
+            kernel,
+            branches,
+            is_dropping=key is not None,
+            is_latent=bit is not None and not isinstance(kernel, TernaryWeight),
+            dtype=dtype,
+        ):
+            return lora_linear.lora_linear(forward, dtype, x, kernel, branches)
+        return forward(x, kernel, branches)
 
 
 class Head(nn.Module):

@@ -48,7 +48,7 @@ class Mamba2(nn.Module):
         del positions
         cfg, (d_inner, n_heads, n_maps) = self.cfg.mamba2, sizes(self.cfg)
         width = 2 * d_inner + 2 * n_maps + n_heads
-        projected = Linear(width, self.cfg, name="in_proj")(x)
+        projected = Linear(width, self.cfg, kernels=self.kernels, name="in_proj")(x)
         z, mixed, dt = jnp.split(
             projected, [d_inner, 2 * d_inner + 2 * n_maps], axis=-1
         )
@@ -84,7 +84,8 @@ class Mamba2(nn.Module):
         else:
             y = recompute(gated)(y, z)
         scale = len(self.cfg.layers) ** -0.5
-        out = Linear(self.cfg.d_model, self.cfg, scale, name="out_proj")(y)
+        width = self.cfg.d_model
+        out = Linear(width, self.cfg, scale, self.kernels, name="out_proj")(y)
         return out, None if state is None else SSMState(conv_state, ssm_state)
 
     @staticmethod

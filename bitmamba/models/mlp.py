@@ -1,5 +1,6 @@
 """The gated MLP as a layer of its own: it mixes channels, not tokens."""
 
+import functools
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ class MLP(nn.Module):
         """x: (B, L, D) -> ((B, L, D), None); there is nothing to remember."""
         del segment_ids, positions, state
         width, depth = self.cfg.mlp.d_ff, len(self.cfg.layers)
-        gate = Linear(width, self.cfg, name="gate_proj")(x)
-        up = Linear(width, self.cfg, name="up_proj")(x)
-        down = Linear(self.cfg.d_model, self.cfg, depth**-0.5, name="down_proj")
+        linear = functools.partial(Linear, cfg=self.cfg, kernels=self.kernels)
+        gate = linear(width, name="gate_proj")(x)
+        up = linear(width, name="up_proj")(x)
+        down = linear(self.cfg.d_model, init_scale=depth**-0.5, name="down_proj")
         return down(recompute(gated)(up, gate)), None
 
     @staticmethod

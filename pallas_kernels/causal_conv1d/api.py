@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend, checks
-from pallas_kernels.causal_conv1d import reference, vjp
+from pallas_kernels.causal_conv1d import launch, reference, vjp
 from pallas_kernels.documents import run_numbers
 
 ACTIVATIONS = (None, "silu")
@@ -50,10 +50,12 @@ def causal_conv1d(
 
     Raises:
         ValueError: shapes or dtypes disagree, or the activation is unknown.
-        NotImplementedError: "pallas" was asked for and this platform lacks it.
+        NotImplementedError: "pallas" was asked for and this platform or dtype lacks it.
 
     Numerics: float32 sums (float64 for float64 inputs); inputs of other documents are
         replaced by zeros, never multiplied by them.
+    Several devices: where a mesh with the axis "data" is set, the kernel spreads the
+        batch over it; see `sharding`.
     Gradient: saves the inputs, recomputes the sum under the activation.
     Source: Gu & Dao 2023, arXiv:2312.00752, section 3.4 (the short convolution).
         Differs: documents restart; the state is returned.
@@ -65,14 +67,16 @@ def causal_conv1d(
     if segment_ids is not None:
         checks.check_shape(op, "segment_ids", segment_ids, (batch, length), "(B, L)")
         checks.check_int(op, "segment_ids", segment_ids)
-    backend.resolve(implementation, op=op)
+    chosen = backend.resolve(
+        implementation, op=op, has_kernel=True, refusal=launch.refusal(x)
+    )
     taps = weight.shape[0]
     if initial_state is None:
         initial_state = jnp.zeros((batch, taps - 1, channels), x.dtype)
     window = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
     run = None if segment_ids is None else run_numbers(segment_ids)
     run = reference.extend_run(run, taps)
-    y = vjp.conv(window, weight, bias, run, activation)
+    y = vjp.conv(window, weight, bias, run, activation, chosen == "pallas")
     return ConvOutput(y, reference.last_inputs(window, run, taps))
 
 

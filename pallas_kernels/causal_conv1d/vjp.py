@@ -5,22 +5,25 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.causal_conv1d import reference
+from pallas_kernels.causal_conv1d import launch, reference
 from pallas_kernels.compat import materialise
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def conv(window, weight, bias, run, activation):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def conv(window, weight, bias, run, activation, use_kernel=False):
     """(B, L, C) in window.dtype from a window (B, K-1+L, C); see `reference`."""
-    return reference.conv(window, weight, bias, run, activation)
+    run_conv = launch.forward if use_kernel else reference.conv
+    return run_conv(window, weight, bias, run, activation)
 
 
-def _conv_fwd(window, weight, bias, run, activation):
-    y = reference.conv(window, weight, bias, run, activation)
+def _conv_fwd(window, weight, bias, run, activation, use_kernel):
+    y = conv(window, weight, bias, run, activation, use_kernel)
     return y, (window, weight, bias, run)
 
 
-def _conv_bwd(activation, saved, dy):
+def _conv_bwd(activation, use_kernel, saved, dy):
+    if use_kernel:
+        return *launch.backward(*saved, dy, activation), None
     # Wait for dy: what is computed again would else be computed, and kept, long before.
     (window, weight, bias, run), dy = jax.lax.optimization_barrier((saved, dy))
     wide, taps = reference.wide_dtype(window, weight, bias), weight.shape[0]

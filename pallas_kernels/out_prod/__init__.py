@@ -1,0 +1,1 @@
+"""Matrix products in every orientation, with the tail of an adapter."""
