@@ -1,33 +1,25 @@
 """The scan by kernels with its hand-written gradient: what is saved, what recomputed.
 
-Saved: the inputs as they came, and the state entering each chunk (P·N/Q numbers per head
-and token, bfloat16); or, with `save_states=False`, nothing but the inputs, and one more
-state pass in the backward.
+Saved: the inputs as they came, and the state entering each chunk (bfloat16, P·N/Q
+numbers per head and token); or, with `save_states=False`, nothing but the inputs, and
+one more state pass in the backward.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.ssd import tiles
-from pallas_kernels.ssd.decay_vectors import DT, decay_vectors, document_bounds
-from pallas_kernels.ssd.forward import chunk_outputs
-from pallas_kernels.ssd.input_gradients import input_gradients
-from pallas_kernels.ssd.layout import Sizes, heads_per_block
-from pallas_kernels.ssd.map_gradient import map_gradient
-from pallas_kernels.ssd.pair_gradients import pair_gradients
-from pallas_kernels.ssd.state_pass import state_gradients, state_pass
+from pallas_kernels.sharding import over_batch
+from pallas_kernels.ssd import launch
 from pallas_kernels.ssd.vjp import pad_to_chunks
-
 
 # Tokens a chunk. More do not fit the shared memory of sm_86 and sm_89.
 CHUNK = 64
 # Channels of a head in the kernels; a wider head becomes several with the same decays.
-_WIDTH = 64
+WIDTH = 64
 # The narrowest left operand of the tensor cores.
-_NARROWEST = 16
+NARROWEST = 16
 
 
 def scan_by_kernels(x, dt, A, B, C, D, run, initial_state, *, save_states=True):
@@ -38,23 +30,23 @@ def scan_by_kernels(x, dt, A, B, C, D, run, initial_state, *, save_states=True):
     channel").
     """
     y_shape, state_shape = x.shape, initial_state.shape
-    n, pieces = B.shape[-1], x.shape[-1] // _WIDTH
+    n, pieces = B.shape[-1], x.shape[-1] // WIDTH
     D = jnp.zeros(x.shape[2:], jnp.float32) if D is None else D.astype(jnp.float32)
     x, initial_state = _in_pieces(x, 3), _in_pieces(initial_state, 2)
     dt, A = jnp.repeat(dt, pieces, 2), jnp.repeat(A, pieces)
     x, dt, B, C = (pad_to_chunks(t, CHUNK) for t in (x, dt, B, C))
     run = None if run is None else pad_to_chunks(run, CHUNK, mode="edge")
     if n == 1:
-        wide = [(0, 0)] * 3 + [(0, _NARROWEST - n)]
+        wide = [(0, 0)] * 3 + [(0, NARROWEST - n)]
         B, C, initial_state = (jnp.pad(t, wide) for t in (B, C, initial_state))
-    D = D.reshape(-1, _WIDTH)
+    D = D.reshape(-1, WIDTH)
     y, final = ssd_by_kernels(x, dt, A, B, C, D, run, initial_state, CHUNK, save_states)
     return y[:, : y_shape[1]].reshape(y_shape), final[..., :n].reshape(state_shape)
 
 
 def _in_pieces(t, axis):
     """(..., H, P, ...) with P at `axis` -> (..., H·P/64, 64, ...)."""
-    return t.reshape(*t.shape[: axis - 1], -1, _WIDTH, *t.shape[axis + 1 :])
+    return t.reshape(*t.shape[: axis - 1], -1, WIDTH, *t.shape[axis + 1 :])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
@@ -63,115 +55,33 @@ def ssd_by_kernels(x, dt, A, B, C, D, run, initial_state, size, save_states):
 
     D is (H, P), run (B, L) run numbers or None, the rest as in `ssd`.
     """
-    y, final, _ = _forward(x, dt, A, B, C, D, run, initial_state, size)
+    (y, final), _ = _fwd(x, dt, A, B, C, D, run, initial_state, size, save_states)
     return y, final
 
 
+# Which axis of x, dt, A, B, C, D, run, initial_state and the states is the batch.
+_AXES = (0, 0, None, 0, 0, None, 0, 0, 1)
+
+
 def _fwd(x, dt, A, B, C, D, run, initial_state, size, save_states):
-    y, final, states = _forward(x, dt, A, B, C, D, run, initial_state, size)
-    states = states if save_states else None
-    return (y, final), (x, dt, A, B, C, D, run, initial_state, states)
-
-
-def _forward(x, dt, A, B, C, D, run, initial_state, size):
-    s = _sizes(x, B, C, size)
-    vectors, through = decay_vectors(dt, A, run, size)
-    x_t, B_t, C_t = (_operand(t, s.parts) for t in (x, B, C))
-    states, final = state_pass(x_t, B_t, vectors, through, _rows(initial_state), s)
-    starts, _, order = _bounds(run, s)
-    y = chunk_outputs(
-        x_t, B_t, C_t, vectors, states, D.ravel(), starts, order, s, x.dtype
+    arrays = (x, dt, A, B, C, D, run, initial_state)
+    y, final, states = over_batch(
+        functools.partial(launch.forward, size=size),
+        arrays,
+        axes=_AXES[:-1],
+        out_axes=(0, 0, 1),
     )
-    return y.reshape(x.shape), final.reshape(initial_state.shape), states
+    return (y, final), (*arrays, states if save_states else None)
 
 
 def _bwd(size, save_states, saved, cotangents):
-    x, dt, A, B, C, D, run, initial_state, states = saved
-    dy, dfinal = cotangents
-    s = _sizes(x, B, C, size)
-    vectors, through = decay_vectors(dt, A, run, size)
-    x_t, dy_t, B_t, C_t = (_operand(t, s.parts) for t in (x, dy, B, C))
-    if states is None:
-        states, _ = state_pass(x_t, B_t, vectors, through, _rows(initial_state), s)
-    starts, ends, order = _bounds(run, s)
-    dstates, dstart, passed = state_gradients(
-        dy_t, C_t, vectors, through, _rows(dfinal), states, s
+    dx, ddt, dA, dB, dC, dD, dstart = over_batch(
+        functools.partial(launch.backward, size=size),
+        (*saved, *cotangents),
+        axes=(*_AXES, 0, 0),
+        out_axes=(0,) * 7,
     )
-    dscores, crossing = pair_gradients(x_t, dy_t, B_t, C_t, vectors, starts, order, s)
-    dx, direct, dD = input_gradients(
-        x_t, dy_t, B_t, C_t, vectors, dstates, D.ravel(), ends, order, s, x.dtype
-    )
-    dC, read = map_gradient(dy_t, C_t, B_t, vectors, states, dscores, s, of="C")
-    dB, added = map_gradient(x_t, B_t, C_t, vectors, dstates, dscores, s, of="B")
-    da = _log_decay_gradient(crossing, read, added, passed, s)
-    ddt, dA = _step_gradients(direct, da, vectors, A, s)
-    return (
-        dx.reshape(x.shape),
-        ddt.reshape(dt.shape),
-        dA,
-        _sum_blocks(dB, B, s),
-        _sum_blocks(dC, C, s),
-        dD.reshape(-1, *D.shape).sum(0),
-        None,
-        dstart.reshape(initial_state.shape),
-    )
+    return dx, ddt, dA.sum(0), dB, dC, dD.sum(0), None, dstart
 
 
 ssd_by_kernels.defvjp(_fwd, _bwd)
-
-
-def _log_decay_gradient(crossing, read, added, passed, s):
-    """dL/d(dt_k·A), (B, H, C, Q): everything that crosses token k, nothing cancels."""
-    by_chunk = (s.b, s.h, s.c, s.q)
-    read, added = read.reshape(by_chunk), added.reshape(by_chunk)
-    after = lax.cumsum(read, axis=3, reverse=True)
-    before = lax.cumsum(added, axis=3)
-    before = jnp.pad(before[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)))
-    passed = passed.reshape(-1, *by_chunk[:3], s.p).sum((0, 4))
-    return crossing.reshape(by_chunk) + after + before + passed[..., None]
-
-
-def _step_gradients(direct, da, vectors, A, s):
-    """(ddt (B, L, H), dA (H,))."""
-    by_chunk = (s.b, s.h, s.c, s.q)
-    ddt = direct.reshape(by_chunk) + A[:, None, None] * da
-    dt = vectors.reshape(*by_chunk[:3], -1, s.q)[:, :, :, DT]
-    dA = (dt * da).sum((0, 2, 3))
-    return ddt.reshape(s.b, s.h, -1).swapaxes(1, 2), dA
-
-
-def _sum_blocks(gradient, like, s):
-    """(K·B·L, N) by block of heads -> (B, L, G, N)."""
-    blocks = s.heads_per_group // heads_per_block(s)
-    by_group = gradient.reshape(s.g, blocks, s.b, -1, s.n).sum(1)
-    return jnp.moveaxis(by_group, 0, 2).astype(like.dtype)
-
-
-def _bounds(run, s):
-    """(document starts, document ends, order of the tokens) in the chunk."""
-    if run is None:
-        run = jnp.zeros((s.b, s.c * s.q), jnp.int32)
-    return *document_bounds(run, s.q), jnp.arange(s.q, dtype=jnp.int32)
-
-
-def _parts(*operands):
-    """bfloat16 parts that hold every operand: one, or two for float32."""
-    return 1 if all(t.dtype == tiles.HALF for t in operands) else 2
-
-
-def _sizes(x, B, C, size) -> Sizes:
-    batch, length, heads, width = x.shape
-    groups_n, parts = B.shape[2:], _parts(x, B, C)
-    return Sizes(batch, length // size, size, heads, width, *groups_n, parts)
-
-
-def _rows(state):
-    return state.reshape(-1, state.shape[-1])
-
-
-def _operand(t, parts):
-    """(B, L, ...) -> (parts·B·L, ...) bfloat16."""
-    flat = t.reshape(t.shape[0] * t.shape[1], -1)
-    if parts == 1:
-        return flat.astype(tiles.HALF)
-    return jnp.concatenate(tiles.split(flat.astype(jnp.float32), parts))

@@ -1,7 +1,7 @@
 """Gradient of C, or of B: what one chunk and one block of heads add to it.
 
-dC_i = from_start_i stateᵀ dy_i + sum_j dscores_ij B_j, in sum over the heads; and dB_j =
-to_end_j dt_j dstateᵀ x_j + sum_i dscores_ij C_i: one form, with the roles exchanged.
+dC_i = from_start_i stateᵀ dy_i + sum_j dscores_ij B_j, in sum over the heads; and
+dB_j = to_end_j dt_j dstateᵀ x_j + sum_i dscores_ij C_i: one form, roles exchanged.
 """
 
 import functools

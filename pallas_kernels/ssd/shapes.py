@@ -2,6 +2,10 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
+from pallas_kernels.cases import KernelCase
+
 
 class SSDShape(NamedTuple):
     """Sizes of one scan: B, L, H, P, G, N and the chunk."""
@@ -21,3 +25,19 @@ SHAPES = {
     "bitmamba2_255m": SSDShape(1, 4096, 16, 128, 16, 1, 64),
     "bitmamba2_1b": SSDShape(1, 4096, 32, 128, 32, 1, 64),
 }
+
+
+def kernel_cases() -> list[KernelCase]:
+    """Every kernel at the models' sizes, for scripts/gpu_compile_check.py.
+
+    One kernel to a case, so that each has its own numbers.
+    """
+    from pallas_kernels.ssd import kernel_cases
+
+    named = [(name, SHAPES[name], jnp.bfloat16) for name in SHAPES]
+    named.append(("mamba2_130m_f32", SHAPES["mamba2_130m"], jnp.float32))
+    return [
+        KernelCase(f"{name}/{kernel}", function, arguments)
+        for name, shape, dtype in named
+        for kernel, function, arguments in kernel_cases.of_shape(shape, dtype)
+    ]

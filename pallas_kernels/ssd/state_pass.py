@@ -1,7 +1,7 @@
-"""The state entering each chunk, one chunk after the other; or, reversed, its gradient.
+"""The state entering each chunk, one chunk after the other; or its gradient, backwards.
 
-state_out = through · state_in + sum_j weight_j x_j B_jᵀ. Forward the weight is to_end·dt;
-in reverse x is dy, B is C, the weight is from_start, and "entering" is "from the right".
+state_out = through · state_in + sum_j weight_j x_j B_jᵀ, with the weight to_end·dt. In
+reverse x is dy, B is C, the weight is from_start, and "entering" is "from the right".
 """
 
 import functools

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import is_hopper, mgpu, pl, plgpu
 from pallas_kernels import backend
+from pallas_kernels.mosaic import is_hopper, mgpu, pl, plgpu
 
 HALF = jnp.bfloat16
+# Bytes; 128 would tie columns together in 64s, and every pattern of addresses that the
+# compiler keeps through a loop costs registers.
+_SWIZZLE = 64
 # Rows or columns of a right operand in registers at once.
 _PIECE = 32
 ACC = plgpu.Layout.MMA_ACC(HALF)
@@ -30,8 +33,6 @@ def scratch(parts: int, rows: int, columns: int, slots: int | None = None) -> An
     return plgpu.SMEM(whole, HALF, transforms=transforms(shape))
 
 
-import os
-_SWIZZLE = int(os.environ.get("SWZ","64"))
 def transforms(shape: tuple[int, int]) -> tuple[Any, ...]:
     """Tiling and swizzle of a bfloat16 tile."""
     swizzle = min(_SWIZZLE, plgpu.find_swizzle(shape[1] * 16))
@@ -124,8 +125,7 @@ class Shared(NamedTuple):
 def dot(acc: jax.Array, a: Parts | Shared, b: Parts | Shared) -> jax.Array:
     """acc + a @ b; of two parts each, all products but that of the small ones.
 
-    What lies in shared memory is loaded piece by piece, to spare registers: rows can be
-    cut anywhere, columns at multiples of 64.
+    What lies in shared memory is loaded piece by piece, to spare registers.
     """
     if isinstance(b, Shared) and b.transpose:
         return side_by_side(
@@ -205,7 +205,7 @@ def store(destination: Any, value: jax.Array, scratch_s: Any) -> None:
 
 
 def pieces(columns: int, most: int = 64) -> list[Any]:
-    """Slices of at most `most` columns: what is worked on at once, to spare registers."""
+    """Slices of at most `most` columns: what is worked on at once."""
     return [pl.ds(at, min(most, columns - at)) for at in range(0, columns, most)]
 
 
@@ -232,7 +232,7 @@ def _spread(ref, shape, axis, layout):
 
 
 def as_lhs(parts: Parts) -> Parts:
-    """Results of `mma` as the left operand of the next: each thread has them already."""
+    """Results of `mma` as the left operand of the next: no thread moves anything."""
     if backend.platform() == "cpu":
         return parts
     return tuple(_as_lhs(part.shape)(part) for part in parts)

@@ -128,5 +128,9 @@ def _runs(run, size):
     """Run numbers by chunk, and the run before each chunk; padding joins the last."""
     if run is None:
         return None
-    runs = pad_to_chunks(run, size, mode="edge").reshape(run.shape[0], -1, size).swapaxes(0, 1)
+    runs = (
+        pad_to_chunks(run, size, mode="edge")
+        .reshape(run.shape[0], -1, size)
+        .swapaxes(0, 1)
+    )
     return runs, jnp.concatenate([runs[:1, :, 0], runs[:-1, :, -1]])
