@@ -34,8 +34,11 @@ def kernel_cases() -> list[KernelCase]:
     """
     from pallas_kernels.ssd import kernel_cases
 
-    named = [(name, SHAPES[name], jnp.bfloat16) for name in SHAPES]
-    named.append(("mamba2_130m_f32", SHAPES["mamba2_130m"], jnp.float32))
+    named = [
+        ("student_1b4", SHAPES["student_1b4"], jnp.bfloat16),
+        ("bitmamba2_1b", SHAPES["bitmamba2_1b"], jnp.bfloat16),
+        ("mamba2_130m_f32", SHAPES["mamba2_130m"], jnp.float32),
+    ]
     return [
         KernelCase(f"{name}/{kernel}", function, arguments)
         for name, shape, dtype in named
