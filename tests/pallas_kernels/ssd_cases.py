@@ -71,20 +71,23 @@ def _with_gradients(function, inputs, cotangents):
     return {"y": y, "final_state": final_state, **named}
 
 
-def _chunked(inputs, cotangents, segment_ids, chunk_size):
+def _chunked(inputs, cotangents, segment_ids, chunk_size, implementation="reference"):
     """Outputs and all gradients of the public function."""
 
     def run(i):
         args = [i[k] for k in NAMES[:5]]
         rest = {"D": i["D"], "initial_state": i["initial_state"]}
-        return tuple(ssd(*args, **rest, segment_ids=segment_ids, chunk_size=chunk_size))
+        rest |= {"chunk_size": chunk_size, "implementation": implementation}
+        return tuple(ssd(*args, **rest, segment_ids=segment_ids))
 
     return _with_gradients(run, inputs, cotangents)
 
 
 def compile_chunked(options=None):
-    """chunked(inputs, cotangents, segment_ids, chunk_size), compiled with options."""
-    return jax.jit(_chunked, static_argnames="chunk_size", compiler_options=options)
+    """chunked(inputs, cotangents, segment_ids, chunk_size[, implementation]), compiled
+    with options."""
+    static = ("chunk_size", "implementation")
+    return jax.jit(_chunked, static_argnames=static, compiler_options=options)
 
 
 chunked = compile_chunked()
