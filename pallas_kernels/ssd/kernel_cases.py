@@ -16,10 +16,10 @@ from pallas_kernels.ssd.state_pass import state_gradients, state_pass
 
 
 def kernel_sizes(shape, dtype) -> Sizes:
-    """What the kernels make of an `SSDShape`: heads of 64, chunks of 64, N of 16."""
+    """What the kernels make of an `SSDShape`."""
     q, width = kernel_vjp.CHUNK, kernel_vjp.WIDTH
-    heads = shape.n_heads * shape.headdim // width
-    n = max(shape.d_state, kernel_vjp.NARROWEST)
+    heads = shape.n_heads * -(-shape.headdim // width)
+    n = shape.d_state + -shape.d_state % kernel_vjp.NARROWEST
     chunks, parts = -(-shape.length // q), 1 if dtype == tiles.HALF else 2
     return Sizes(shape.batch, chunks, q, heads, width, shape.n_groups, n, parts)
 

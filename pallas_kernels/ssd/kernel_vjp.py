@@ -18,30 +18,38 @@ from pallas_kernels.ssd.vjp import pad_to_chunks
 CHUNK = 64
 # Channels of a head in the kernels; a wider head becomes several with the same decays.
 WIDTH = 64
-# The narrowest left operand of the tensor cores.
+# States are padded to a multiple of this: the narrowest operand of the tensor cores.
 NARROWEST = 16
 
 
 def scan_by_kernels(x, dt, A, B, C, D, run, initial_state, *, save_states=True):
     """(y, final state); arguments as `vjp.ssd_chunked` takes them, of any length.
 
-    `refusals.refusal` must have been asked. With one state per channel B and C are
-    padded with zeros to the tensor cores' narrowest operand (README.md, "One state per
-    channel").
+    `refusals.refusal` must have been asked. Channels that are no multiple of 64 and
+    states that are none of 16, as a single one, are padded with zeros.
     """
-    y_shape, state_shape = x.shape, initial_state.shape
-    n, pieces = B.shape[-1], x.shape[-1] // WIDTH
+    (_, length, heads, width), n = x.shape, B.shape[-1]
     D = jnp.zeros(x.shape[2:], jnp.float32) if D is None else D.astype(jnp.float32)
+    x, D = (_pad(t, -1, WIDTH) for t in (x, D))
+    B, C = (_pad(t, -1, NARROWEST) for t in (B, C))
+    initial_state = _pad(_pad(initial_state, -1, NARROWEST), -2, WIDTH)
+    pieces = x.shape[-1] // WIDTH
     x, initial_state = _in_pieces(x, 3), _in_pieces(initial_state, 2)
     dt, A = jnp.repeat(dt, pieces, 2), jnp.repeat(A, pieces)
     x, dt, B, C = (pad_to_chunks(t, CHUNK) for t in (x, dt, B, C))
     run = None if run is None else pad_to_chunks(run, CHUNK, mode="edge")
-    if n == 1:
-        wide = [(0, 0)] * 3 + [(0, NARROWEST - n)]
-        B, C, initial_state = (jnp.pad(t, wide) for t in (B, C, initial_state))
     D = D.reshape(-1, WIDTH)
     y, final = ssd_by_kernels(x, dt, A, B, C, D, run, initial_state, CHUNK, save_states)
-    return y[:, : y_shape[1]].reshape(y_shape), final[..., :n].reshape(state_shape)
+    y = y.reshape(*y.shape[:2], heads, -1)[:, :length, :, :width]
+    final = final.reshape(len(final), heads, -1, final.shape[-1])
+    return y, final[:, :, :width, :n]
+
+
+def _pad(t, axis, multiple):
+    """t with zeros up to the next multiple; as it is where there is nothing to add."""
+    widths = [(0, 0)] * t.ndim
+    widths[axis] = (0, -t.shape[axis] % multiple)
+    return jnp.pad(t, widths) if widths[axis][1] else t
 
 
 def _in_pieces(t, axis):

@@ -243,8 +243,8 @@ def test_mistakes_are_named(change, message):
 
 
 def test_pallas_says_what_is_missing():
-    inputs = cases.cast(cases.make_inputs((1, 4, 4, 3, 2, 8)), np.float32)
-    missing = "x: got 3 channels a head; expected a multiple of 64|needs JAX 0.11"
+    inputs = cases.cast(cases.make_inputs((1, 4, 4, 3, 2, 136)), np.float32)
+    missing = "B: got d_state 136; expected at most 128|needs JAX 0.11"
     with pytest.raises(NotImplementedError, match=f"got 'pallas'; .*({missing})"):
         ssd(**inputs, chunk_size=4, implementation="pallas")
 

@@ -1,6 +1,6 @@
 """The kernels of the scan, interpreted: outputs and every gradient, races raised.
 
-The interpreter starts every output and every scratch as NaN: what is finite was written.
+The interpreter starts every output and all scratch as NaN: what is finite was written.
 It plays a Hopper GPU; that cp.async is waited for as TMA is has not been run.
 """
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 # Operands of the products are rounded to 8 bits, 2^-9 relative each. dA is a sum of
 # terms of both signs over all tokens and may be small beside them.
 BFLOAT16 = {"all": 5e-3, "dA": 1e-2}
-# Operands have 16 bits in two parts, and the product of the two small parts is left out.
+# Operands have 16 bits in two parts; the product of the two small parts is left out.
 FLOAT32 = {"all": 2e-5, "dA": 2e-4}
 LIMITS = {jnp.bfloat16: BFLOAT16, jnp.float32: FLOAT32}
 
@@ -62,8 +62,10 @@ def test_equal_the_recurrence_and_the_reference(shape, skip, dtype, lengths):
     cases.assert_close(got, reference, both)
 
 
-def test_one_state_per_channel_wide_heads_no_documents():
-    shape = (2, 64, 2, 128, 2, 1)
+@pytest.mark.parametrize(
+    "shape", [(2, 64, 2, 128, 2, 1), (1, 5, 2, 72, 1, 20)], ids=["P128N1", "P72N20"]
+)
+def test_other_sizes_without_documents(shape):
     inputs, cotangents = make(shape, jnp.bfloat16, skip="none")
 
     got = by_kernels(inputs, cotangents, None)
@@ -139,12 +141,10 @@ def test_recomputed_states_give_the_same_bits_every_time():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": jnp.ones((1, 4, 2, 48))}, "x: got 48 channels a head; expected a mul"),
-        ({"B": jnp.ones((1, 4, 1, 8))}, "B: got d_state 8; expected 1 or a multiple"),
-        ({"B": jnp.ones((1, 4, 1, 144))}, "B: got d_state 144"),
+        ({"B": jnp.ones((1, 4, 1, 144))}, "B: got d_state 144; expected at most 128"),
         ({"x": jnp.ones((1, 4, 2, 64), jnp.float16)}, "x: got float16; expected"),
     ],
-    ids=["P48", "N8", "N144", "f16"],
+    ids=["N144", "f16"],
 )
 def test_what_the_kernels_cannot_take_is_named(change, message):
     inputs = {"x": jnp.ones((1, 4, 2, 64)), "B": jnp.ones((1, 4, 1, 16))} | change
