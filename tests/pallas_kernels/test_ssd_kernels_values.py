@@ -60,6 +60,7 @@ def test_boundaries_anywhere(cuts):
 
 
 def test_recomputed_states_give_the_same_bits_every_time():
+    from pallas_kernels.ssd.kernel_vjp import scan_by_kernels
 
     inputs, cotangents = cases.make_rounded((1, 70, 2, 64, 1, 16), jnp.float32)
     ids = cases.segments(20, 50)
