@@ -129,7 +129,8 @@ class LoraConfig:
     train: patterns of base parameters trained directly, as ".*/(A_log|D|dt_bias)".
     state_offset: also train an offset of each SSM layer's state (H, P, N).
     codes: how frozen ternary weights stay in memory: "compute" (model.dtype: no
-        conversion in any step) or "int8" (smaller; converted in each product).
+        conversion in any step) or "int8" (smaller; converted in each product on a
+        CPU, multiplied as int8 on a GPU).
     """
 
     place: tuple[str, ...] = ("all",)

@@ -3,6 +3,7 @@
 Arrays in, arrays out; nothing here knows of models, files, flags or clocks.
 """
 
+from pallas_kernels.bitlinear.api import bit_product, choose_bit_product
 from pallas_kernels.causal_conv1d.api import (
     ConvOutput,
     causal_conv1d,
@@ -15,8 +16,10 @@ from pallas_kernels.ssd.api import SSDOutput, ssd, ssd_step
 __all__ = [
     "ConvOutput",
     "SSDOutput",
+    "bit_product",
     "causal_conv1d",
     "causal_conv1d_step",
+    "choose_bit_product",
     "choose_out_prod",
     "out_prod",
     "pack_planes",

@@ -101,8 +101,20 @@ def compile_for(
     # Mosaic takes the default device's generation, but for a device that is absent it
     # assumes the shared memory of the largest GPU.
     limit = mgpu.core.artificial_shared_memory_limit(gpu.shared_memory)
-    with jax.default_device(gpu.devices[0]), limit, setting:
+    with jax.default_device(gpu.devices[0]), limit, setting, _kept_nowhere():
         return jax.jit(function, **jit_options).lower(*arguments).compile()
+
+
+@contextlib.contextmanager
+def _kept_nowhere():
+    """What is compiled for an absent device could not be read from a cache again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _is_installed(name: str) -> bool:

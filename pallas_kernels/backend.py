@@ -22,7 +22,7 @@ def _log_choice(op: str, asked: str, chosen: str, reason: str) -> None:
 
 
 def platform() -> str:
-    """ "cpu", "gpu" or another: of the device that a computation traced now runs on."""
+    """Of the device that a computation traced now runs on: "cpu", "gpu" or another."""
     return jax_backend.get_default_device().platform
 
 

@@ -34,7 +34,12 @@ def rms_norm(
 
 
 def linear(
-    x: jax.Array, w: Kernel, *, bit: BitLinearConfig | None, dtype: jnp.dtype
+    x: jax.Array,
+    w: Kernel,
+    *,
+    bit: BitLinearConfig | None,
+    dtype: jnp.dtype,
+    kernels: str = "auto",
 ) -> jax.Array:
     """The one product of activations and a kernel, whatever the kernel is.
 
@@ -43,6 +48,7 @@ def linear(
         w: (D, F) float, or a frozen ternary weight, which needs `bit`.
         bit: quantise both sides so (BitLinear), or None for a plain product.
         dtype: of the computation.
+        kernels: implementation of the products of codes.
 
     Returns:
         (..., F) in dtype.
@@ -53,8 +59,8 @@ def linear(
         return jnp.dot(flat, w.astype(dtype)).reshape(*x.shape[:-1], w.shape[1])
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if isinstance(w, TernaryWeight):
-        return bitlinear.frozen_bit_linear(x, w, bit, jnp.dtype(dtype))
-    return bitlinear.bit_linear(x, w, bit, jnp.dtype(dtype))
+        return bitlinear.frozen_bit_linear(x, w, bit, jnp.dtype(dtype), kernels)
+    return bitlinear.bit_linear(x, w, bit, jnp.dtype(dtype), kernels)
 
 
 def kernel_of(
@@ -112,11 +118,11 @@ class Linear(nn.Module):
         dtype = jnp.dtype(self.cfg.dtype)
         branches = adapters.adapters_of(self)
         if not branches:
-            return linear(x, kernel, bit=bit, dtype=dtype)
+            return linear(x, kernel, bit=bit, dtype=dtype, kernels=self.kernels)
         key = adapters.dropout_key(self)
 
         def forward(x, kernel, branches):
-            y = linear(x, kernel, bit=bit, dtype=dtype)
+            y = linear(x, kernel, bit=bit, dtype=dtype, kernels=self.kernels)
             weight = kernel.value() if isinstance(kernel, TernaryWeight) else kernel
             return adapters.add_branches(y, x, branches, weight=weight, key=key)
 

@@ -73,7 +73,7 @@ def choose_out_prod(
     transpose_b: bool = False,
     implementation: str = "auto",
 ) -> str:
-    """ "reference" or "pallas": what `out_prod` would run for operands of these shapes.
+    """What `out_prod` would run for such operands: "reference" or "pallas".
 
     "auto" takes XLA's product everywhere until a card has shown the kernel to be faster
     (README.md, "When it pays").

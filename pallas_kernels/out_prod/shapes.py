@@ -6,17 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import KernelCase
+from pallas_kernels.tile_sizes import Tiles
 
 PLANES = 4
-
-
-class Tiles(NamedTuple):
-    """A block's tile of the result, m and n, and of the sum, k; pipeline stages."""
-
-    m: int
-    n: int
-    k: int
-    stages: int
 
 
 # Each of the four warps owns 16 x 16 numbers of the result, and one pair of tiles is

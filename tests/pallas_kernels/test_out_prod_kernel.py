@@ -16,7 +16,8 @@ from out_prod_cases import (
 )
 
 from pallas_kernels import compat, out_prod
-from pallas_kernels.out_prod.shapes import PLAIN, Tiles
+from pallas_kernels.out_prod.shapes import PLAIN
+from pallas_kernels.tile_sizes import Tiles
 
 pytestmark = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"

@@ -1,0 +1,1 @@
+"""The product of int8 activations with ternary weights, scaled."""

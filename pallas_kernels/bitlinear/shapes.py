@@ -1,0 +1,51 @@
+"""Tile sizes, and named sizes for tests, benchmarks and compile checks."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cases import KernelCase
+from pallas_kernels.tile_sizes import Tiles
+
+
+class BitShape(NamedTuple):
+    """One layer's forward product: T tokens, D inputs, F outputs."""
+
+    tokens: int
+    d_in: int
+    d_out: int
+
+
+SHAPES = {
+    "student_1b4_in_proj": BitShape(4096, 2048, 8512),
+    "student_1b4_out_proj": BitShape(4096, 4096, 2048),
+    "bitmamba2_1b_in_proj": BitShape(4096, 2048, 8288),
+}
+
+
+def choose_tiles(m: int, k: int, n: int) -> Tiles:
+    """Tiles for (M, K) by (K, N) codes, K a multiple of 32; M may be smaller.
+
+    Twice the depth of bfloat16 tiles is as many bytes: 36 KB for three stages.
+    """
+    tile_n = next(t for t in (64, 32, 16) if n >= t)
+    return Tiles(128 if m >= 128 else 64, tile_n, 32 if k % 64 else 64, 3)
+
+
+def kernel_cases() -> list[KernelCase]:
+    """The kernel at a model's sizes, for scripts/gpu_compile_check.py."""
+    from pallas_kernels.bitlinear.kernels import bit_product_kernel
+
+    def case(name):
+        tokens, d_in, d_out = SHAPES[name]
+        tiles = choose_tiles(tokens, d_in, d_out)
+        codes = [
+            jax.ShapeDtypeStruct((rows, d_in), jnp.int8) for rows in (tokens, d_out)
+        ]
+        scale = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+        kernel = functools.partial(bit_product_kernel, dtype=jnp.bfloat16, tiles=tiles)
+        return KernelCase(name, kernel, (*codes, scale))
+
+    return [case("student_1b4_in_proj"), case("student_1b4_out_proj")]
