@@ -42,10 +42,12 @@ def ssd(
         B, C: (B, L, G, N) float. Input and output maps; H must be a multiple of G.
         D: (H,), (H, P) or None. Skip weight.
         segment_ids: (B, L) int32 or None. The state restarts wherever the id changes.
-        chunk_size: tokens per chunk; L need not be a multiple.
+        chunk_size: tokens per chunk; L need not be a multiple. The kernels always take
+            64.
         initial_state: (B, H, P, N) float32, or None for zeros. It belongs to the
             document of the first token.
-        implementation: "auto", "reference" or "pallas".
+        implementation: "auto", "reference" or "pallas". "pallas" runs GPU kernels,
+            interpreted on a CPU; N = 1 by the same kernels, padded (README.md).
 
     Returns:
         SSDOutput(y: (B, L, H, P) in x.dtype, final_state: (B, H, P, N) float32).
@@ -53,9 +55,11 @@ def ssd(
     Raises:
         ValueError: shapes or dtypes disagree (the message names argument, got,
             expected).
-        NotImplementedError: "pallas" was asked for and this platform or size lacks it.
+        NotImplementedError: "pallas" was asked for and this platform, dtype or size
+            lacks it.
 
-    Numerics: float32 inside (float64 if x, dt or the state is); decays are summed in
+    Numerics: float32 inside (float64 if x, dt or the state is; the kernels: products of
+        bfloat16, of two parts each for float32, README.md); decays are summed in
         log space and never differ by a cancelled large sum; every exponent is <= 0; no
         token changes a bit of another document.
     Gradient: saves inputs and chunk states, recomputes the rest; README.md, "Backward".

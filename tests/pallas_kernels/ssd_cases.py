@@ -127,3 +127,23 @@ def assert_close(got, want, tolerance):
         error = relative_error(value, want[name])
         limit = limits.get(name, limits.get("all")) if limits else tolerance
         assert error <= limit, f"{name}: relative error {error:.2e} > {limit:.0e}"
+
+
+# Operands of the products are rounded to 8 bits, 2^-9 relative each. dA is a sum of
+# terms of both signs over all tokens and may be small beside them.
+_BFLOAT16 = {"all": 5e-3, "dA": 1e-2}
+# Operands have 16 bits in two parts; the product of the two small parts is left out.
+_FLOAT32 = {"all": 2e-5, "dA": 2e-4}
+KERNEL_LIMITS = {jnp.bfloat16: _BFLOAT16, jnp.float32: _FLOAT32}
+
+
+def make_rounded(shape, dtype, **options):
+    """(inputs, cotangents), rounded to dtype as the function receives them."""
+    inputs = cast(make_inputs(shape, **options), dtype)
+    dy, dstate = make_cotangents(shape)
+    return inputs, (np.float64(jnp.asarray(dy, dtype)), dstate)
+
+
+def by_kernels(inputs, cotangents, segment_ids, chunked=chunked):
+    """Outputs and gradients of the kernels, interpreted."""
+    return chunked(inputs, cotangents, segment_ids, 64, "pallas")
