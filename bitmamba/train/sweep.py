@@ -46,8 +46,8 @@ def run(
         BAD_NUMBERS when every arm diverged.
 
     Raises:
-        ValueError: nothing to evaluate on; several devices; a list that changes nothing; the memory
-            budget is too small; the base does not fit the model.
+        ValueError: nothing to evaluate on; several devices; a list that changes
+            nothing; the memory budget is too small; the base does not fit the model.
     """
     started = time.perf_counter()
     if not data.eval_sft and not data.eval_replay:
