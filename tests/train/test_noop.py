@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from bitmamba.io.load import check_finite
+from bitmamba.io.tokenizer import load_tokenizer
 from bitmamba.train.noop import NoopWatch
+from bitmamba.train.restore import _check_params
 
 
 def row(norm=1.0, *, tokens=9.0, lr=1e-3, lost=0.0):
@@ -75,3 +77,16 @@ def test_parameters_that_are_not_finite_are_refused_by_place():
 
     with pytest.raises(ValueError, match=r"here: b: 1 of 6 .* first at \(1, 2\)"):
         check_finite(tree, where="here")
+
+
+def test_a_run_does_not_begin_from_a_base_that_is_not_finite():
+    base = {"embed": {"embedding": np.full((2, 2), np.nan, np.float32)}}
+
+    with pytest.raises(ValueError, match=r"init_from=runs/a: embed/embedding: 4 of 4"):
+        _check_params("runs/a", base, base)
+
+
+def test_ids_that_the_byte_tokenizer_lacks_are_left_out_of_a_text():
+    tokenizer = load_tokenizer("bytes")  # of a model with a padded vocabulary
+
+    assert tokenizer.decode([*tokenizer.encode("Hi"), 4095]) == "Hi"
