@@ -60,6 +60,14 @@ class Peers:
         """Whether it is so for every process."""
         return all(self.gather(bool(flag)))
 
+    def meet(self, timeout_s: float) -> bool:
+        """Whether all come here within a time."""
+        try:
+            self._client.wait_at_barrier("bitmamba/meet", int(1000 * timeout_s))
+        except Exception:  # somebody did not
+            return False
+        return True
+
     def give_sign(self, sign: str) -> None:
         """Leave a sign of life for the others; from any thread."""
         key = f"{_SIGNS}{self.index}"

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bitmamba.command_line import FAILED
+from bitmamba.command_line import FAILED, MISTAKE
 from bitmamba.config import Config
 from bitmamba.io.peers import of_jax
 from bitmamba.train.cluster import Place, find_place
 from bitmamba.train.layout import Layout
 from bitmamba.train.lost import Lookout
 from bitmamba.train.signals import StopSignal
+
+_ALL_RAISE_S = 8  # what all find wrong they find about together
 
 _lookouts: list[Lookout] = []
 
@@ -101,20 +104,36 @@ def finish() -> None:
 
 @contextlib.contextmanager
 def faults_told(config: Config) -> Iterator[None]:
-    """Parts from the others after a mistake, which every process finds by itself.
+    """What one process raises is told here and now, and ends it: others wait for it.
 
+    A fault that all processes have, as a mistake in the settings, is raised as alone.
     When a collective fails because a process is gone, the lookout tells which, and ends
-    this one. If it finds all of them alive, the error is ours.
+    this one.
     """
     try:
         yield
-    except (ValueError, NotImplementedError):
+    except Exception as error:
+        peers = of_jax()
+        if peers.count == 1:
+            raise
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(config.distributed.lost_s + 5)
+        if not peers.meet(_ALL_RAISE_S):
+            _leave(error)
         finish()
         raise
-    except jax.errors.JaxRuntimeError:
-        if of_jax().count > 1 and _lookouts:
-            time.sleep(config.distributed.lost_s + 5)
-        raise
+
+
+def _leave(error: Exception) -> None:
+    """End this process with its fault; at exit JAX would wait for the others."""
+    is_mistake = isinstance(error, ValueError | NotImplementedError)
+    with contextlib.suppress(OSError, ValueError):
+        if is_mistake:
+            print("error:", *str(error).split(), file=sys.__stderr__, flush=True)
+        else:
+            traceback.print_exception(error, file=sys.__stderr__)
+            sys.__stderr__.flush()
+    os._exit(MISTAKE if is_mistake else FAILED)
 
 
 class AgreedStop:

@@ -81,9 +81,10 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
     _show_memory(console, config, parts, plan.step_memory(compiled), seconds)
     if peers.is_first:
         config_read.write_json(config, Path(config.workdir) / "config.json")
-    batches = partial(
-        data.batches, process_index=peers.index, process_count=peers.count
-    )
+    batches = data.batches
+    if peers.count > 1:
+        own = {"process_index": peers.index, "process_count": peers.count}
+        batches = partial(batches, **own)
     if config.loss.is_cached:
         batches = base_logits.batches_with_base(
             config, data, parts, begin, console=console

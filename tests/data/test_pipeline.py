@@ -92,6 +92,13 @@ def test_b047_b048_the_number_of_processes_may_change(bundle, saved, resumed):
     assert all(map(np.array_equal, seen, unbroken))
 
 
+def test_tokens_of_a_step_are_counted_from_the_plan(bundle):
+    counted = [np.count_nonzero(b.segment_ids) for b in bundle.batches()]
+
+    assert [bundle.n_tokens(step) for step in range(STEPS)] == counted
+    assert len(set(counted)) > 1
+
+
 def test_more_steps_continue_the_same_run(build):
     rows = [{"text": f"text {i}"} for i in range(9)]
 

@@ -28,6 +28,16 @@ class Store:
         with self.changed:
             del self.values[key]
 
+    def wait_at_barrier(self, name, timeout_ms):
+        with self.changed:
+            self.values[name] = self.values.get(name, 0) + 1
+            self.changed.notify_all()
+            here = self.changed.wait_for(
+                lambda: self.values[name] == 2, timeout_ms / 1000
+            )
+        if not here:
+            raise TimeoutError
+
     def key_value_dir_get(self, prefix):
         return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
 
@@ -78,6 +88,11 @@ def test_signs_are_by_process_and_the_last():
     peers, _ = on_all(2, sign)
 
     assert peers[0].signs() == {0: "2 of 0", 1: "2 of 1"}
+
+
+def test_who_meets_nobody_learns_it():
+    assert on_all(2, lambda peers: peers.meet(10.0))[0] == [True, True]
+    assert not Peers(Store(), index=0, count=2).meet(0.05)
 
 
 def test_alone_there_is_nobody_to_ask():
