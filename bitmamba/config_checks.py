@@ -15,6 +15,8 @@ from bitmamba.config import (
 )
 from bitmamba.config_mesh import check_distributed, check_mesh
 
+_MAX_WINDOW = 2**24
+
 
 def check(config: Config) -> None:
     """Raise ValueError at the first value that cannot work; return None otherwise."""
@@ -112,6 +114,16 @@ def _check_data(config: Config) -> None:
     if not 0 <= data.balance <= 1:
         raise ValueError(f"{where}.balance: got {data.balance:g}; expected 0 <= x <= 1")
     _at_least(f"{where}.window", data.window, 2)
+    if data.window > _MAX_WINDOW:
+        raise ValueError(
+            f"{where}.window: got {str(data.window)[:20]} tokens; expected at "
+            f"most {_MAX_WINDOW:,}"
+        )
+    if data.min_score is not None and not math.isfinite(data.min_score):
+        raise ValueError(
+            f"{where}.min_score: got {data.min_score}; expected a finite number, or "
+            "None to keep every row"
+        )
     _at_least(f"{where}.seed", data.seed, 0)
     _choice(f"{where}.long_examples", data.long_examples, ("truncate", "refuse"))
     if data.sft and data.replay_share > 0 and not data.replay:

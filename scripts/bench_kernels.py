@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import kernel_cases
 import numpy as np
 from absl import app, flags
-from kernel_peers import PEERS
+from bench_kernels_peers import PEERS
 from kernel_timing import floor_ms, median_ms
 
 GATE = 1e-2

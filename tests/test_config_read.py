@@ -87,6 +87,8 @@ def test_flags_can_unset_an_optional_text(text):
         ({"data.replay": ()}, "got no training files"),
         ({"data.replay_share": 1.0}, "replay_share: got 1"),
         ({"data.window": 1}, "window: got 1; expected at least 2"),
+        ({"data.window": 10**9}, "window: got 1000000000 tokens; expected at most"),
+        ({"data.min_score": float("inf")}, "min_score: got inf; expected a finite"),
         ({"data.sft": "a.jsonl"}, "expected a list"),
         ({"model.layers": None}, r"model\.layers: got None; expected a list of names"),
         ({"optim.lr": 10**400}, r"optim\.lr: got a whole number of 1329 bits"),

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from bitmamba import config_read
 from bitmamba.config import Config, MeshConfig
 from bitmamba.io import digests, load, meta
+from bitmamba.io.json_file import read_json
+from bitmamba.io.tensors import read_header, read_tensors
 from bitmamba.train import build
 from bitmamba.train.objective import Frozen
 from bitmamba.train.prepare import Run
@@ -32,6 +34,7 @@ from bitmamba.train.state import TrainState, init_state
 from bitmamba.types import Batch, BatchWithBase
 
 FORMAT = 1
+_MAX_JSON = 64 * 2**20
 
 
 class Bundle(NamedTuple):
@@ -130,7 +133,7 @@ def read(path: str | Path) -> Bundle:
             "step_<number> that a stopped run left"
         )
     try:
-        info = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
+        info = read_json(folder / "bundle.json", max_bytes=_MAX_JSON)
         if info["format"] > FORMAT:
             raise NotImplementedError(
                 f"{where}: got format {info['format']}; expected at most {FORMAT}; a "
@@ -141,11 +144,11 @@ def read(path: str | Path) -> Bundle:
         config = dataclasses.replace(config, mesh=MeshConfig())
         data = SimpleNamespace(categories=tuple(info["categories"]))
         parts = build.build_parts(config, data)
-        arrays = load_file(folder / "batch.safetensors")
+        arrays = _load(folder / "batch.safetensors")
         kind = BatchWithBase if "base_ids" in arrays else Batch
         batch = kind(**{name: jnp.asarray(arrays[name]) for name in kind._fields})
-        saved = load_file(folder / "state.safetensors")
-    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as e:
+        saved = _load(folder / "state.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{where}: damaged: {load.one_line(e)}") from None
     shape = build.state_shape(parts)
     targets = {
@@ -165,6 +168,10 @@ def read(path: str | Path) -> Bundle:
         step=jnp.asarray(info["step"] - 1, jnp.int32)
     )
     return Bundle(info, config, parts, state, trees["held"], batch)
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    return read_tensors(path, read_header(path))
 
 
 def _save(path: Path, tree: Any) -> None:

@@ -12,9 +12,11 @@ from bitmamba import config_read, paths
 from bitmamba.config import Config, LoraConfig, LoraRule, LossConfig, OptimConfig
 from bitmamba.io import digests
 from bitmamba.io.checkpoint import Checkpointer
+from bitmamba.io.json_file import read_json
 from bitmamba.io.peft import Written, write_peft
 from bitmamba.io.peft_read import PeftAdapter, as_slices, read_peft
 from bitmamba.io.runs import load_run
+from bitmamba.io.sources import followed
 from bitmamba.lora.merge import base_of
 from bitmamba.models import param_shapes
 from bitmamba.models.frozen import freeze, projection_value
@@ -24,6 +26,7 @@ from bitmamba.train.merging import AdapterRun, check_empty
 
 OURS = "bitmamba_adapter.json"  # beside PEFT's files, which it does not change
 _FORMAT = 1
+_MAX_BYTES = 64 * 2**20
 _BESIDE_TERNARY = (
     "the base is ternary: these adapters belong beside codes x scale, with the branch "
     "on the input before it is rounded to int8; beside other weights they are untrained"
@@ -84,7 +87,7 @@ def import_peft(folder: Path, to: Path, *, base: str | None = None) -> int:
             f"--base: missing; expected the model that {folder} was trained on, as "
             f"it has no {OURS}"
         )
-    source = base or ours["base"]["source"]
+    source = base or followed(ours["base"]["source"], beside=folder, flag="--base")
     tree, settings = load_run(source)
     tree = base_of(tree)
     config = config_read.from_config_dict(ours["config"] if ours else settings)
@@ -175,12 +178,21 @@ def _read_ours(folder: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        ours = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        ours = read_json(file, max_bytes=_MAX_BYTES)
+        base = ours["base"]
+        known = (ours["config"], ours["step"], base["digests"])
+        as_written = isinstance(base["source"], str) and isinstance(ours["format"], int)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file}: not JSON ({error}); expected what scripts/export_weights.py "
-            "wrote; or remove it and name --base"
+            f"{file}: {type(error).__name__} {error}; expected what "
+            "scripts/export_weights.py wrote; or remove it and name --base"
         ) from None
+    kinds = (dict, int, dict)
+    if not as_written or not all(map(isinstance, known, kinds)):
+        raise ValueError(
+            f"{file}: values of other types than scripts/export_weights.py writes; "
+            "remove it and name --base"
+        )
     if ours["format"] > _FORMAT:
         raise NotImplementedError(
             f"{file}: got format {ours['format']}; expected at most {_FORMAT}; a newer "

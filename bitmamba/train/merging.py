@@ -14,6 +14,7 @@ from bitmamba.io import digests
 from bitmamba.io.checkpoint import Checkpointer
 from bitmamba.io.load import check_finite, load_trainable
 from bitmamba.io.runs import load_run
+from bitmamba.io.sources import followed
 from bitmamba.lora.merge import (
     CodeChange,
     FloatChange,
@@ -218,7 +219,7 @@ def unmerge(path: str, *, base: str | None = None) -> tuple[Params, Config]:
             f"--checkpoint={path}: got a checkpoint that no merge made; expected one "
             "of --as=merged or --as=ternary"
         )
-    source = base or origin["source"]
+    source = base or followed(origin["source"], beside=path, flag="--base")
     tree, settings = load_run(source)
     tree = base_of(tree)
     digests.check_same(

@@ -8,6 +8,7 @@ from bitmamba.config import Config
 from bitmamba.config_read import from_config_dict
 from bitmamba.data import DataBundle, build_data
 from bitmamba.io.tokenizer import load_tokenizer
+from bitmamba.io.workdir import check_links
 
 
 def read_config(config_dict: Any) -> Config:
@@ -26,6 +27,7 @@ def read_config(config_dict: Any) -> Config:
     workdir = Path(config.workdir)
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"config.workdir: got {config.workdir!r}; expected a folder")
+    check_links(workdir)
     return config
 
 

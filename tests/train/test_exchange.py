@@ -25,9 +25,13 @@ def test_peft_folder_gives_back_the_run(made, adapter_run, tmp_path):
     written = exchange.export_peft(adapter_run, tmp_path / "peft")
     assert any("the base is ternary" in note for note in written.notes)
 
-    n = exchange.import_peft(tmp_path / "peft", tmp_path / "back")
+    base = str(made.folder / "base")
+    # The folder names it, but that lies elsewhere: a path in a file is not followed.
+    with pytest.raises(ValueError, match=r"nor beside it.*--base"):
+        exchange.import_peft(tmp_path / "peft", tmp_path / "back")
+    n = exchange.import_peft(tmp_path / "peft", tmp_path / "back", base=base)
 
-    tree, found = load_run(tmp_path / "back", base=str(made.folder / "base"))
+    tree, found = load_run(tmp_path / "back", base=base)
     assert n == len(adapter_run.model.adapters)
     assert_same_bits(tree, adapter_run.tree)
     config = from_config_dict(found)
@@ -81,3 +85,20 @@ def test_adapters_are_not_put_beside_another_base(made, adapter_run, tmp_path, r
     ours.write_text(json.dumps(json.loads(ours.read_text()) | {"format": 9}))
     with pytest.raises(NotImplementedError, match="got format 9"):
         exchange.import_peft(tmp_path / "peft", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"format": "1"}', "[" * 100 + "]" * 100],
+    ids=["cut", "list", "empty", "text", "deep"],
+)
+def test_a_file_beside_peft_that_we_did_not_write_is_one_line(
+    made, adapter_run, tmp_path, text
+):
+    exchange.export_peft(adapter_run, tmp_path / "peft")
+    (tmp_path / "peft" / exchange.OURS).write_text(text)
+
+    with pytest.raises(ValueError, match=r"remove it and name --base") as refused:
+        exchange.import_peft(tmp_path / "peft", tmp_path / "back")
+
+    assert "\n" not in str(refused.value)

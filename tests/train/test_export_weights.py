@@ -20,10 +20,10 @@ def assert_same_bits(first, second):
     assert digests.tree_digests(first) == digests.tree_digests(second)
 
 
-def script(name, *flags):
+def script(name, *flags, cwd=ROOT):
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *flags],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
         capture_output=True,
         text=True,
@@ -42,9 +42,10 @@ def test_ternary_merge_by_command_and_the_base_back_bit_for_bit(made, tmp_path):
         "--as=ternary",
         "--windows=2",
     )
-    undone = script(
-        "export_weights", f"--checkpoint={out}", f"--to={back}", "--as=base"
-    )
+    # The merge names its base by path, which is followed from where both lie.
+    undoing = ("export_weights", f"--checkpoint={out}", f"--to={back}", "--as=base")
+    refused = script(*undoing)
+    undone = script(*undoing, cwd=made.folder)
 
     assert code == 0, errors
     lines = text.splitlines()
@@ -58,6 +59,8 @@ def test_ternary_merge_by_command_and_the_base_back_bit_for_bit(made, tmp_path):
     changed = [p for p in before if before[p].tobytes() != after[p].tobytes()]
     assert "embed/embedding" in changed
     assert all(p == "embed/embedding" or p.endswith("_proj/kernel") for p in changed)
+    assert refused[0] == 2
+    assert "name it with --base" in refused[2]
     assert undone[0] == 0, undone[2]
     assert_same_bits(load_params(back)[0], made.base)
 

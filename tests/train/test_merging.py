@@ -71,7 +71,10 @@ def test_a_merge_can_be_trained_on_and_undone(made, adapter_run, tmp_path, runs)
     parts = SimpleNamespace(base_shapes=param_shapes(build_model(config.model)))
 
     assert_same_bits(base_params(config, parts), merged.params)
-    undone, plain = merging.unmerge(str(tmp_path / "merged"))
+    with pytest.raises(ValueError, match=r"nor beside it.*--base"):
+        merging.unmerge(str(tmp_path / "merged"))
+    base = str(made.folder / "base")
+    undone, plain = merging.unmerge(str(tmp_path / "merged"), base=base)
     assert_same_bits(undone, made.base)
     assert plain.model == made.config.model
     merging.save_merged(adapter_run, merged, tmp_path / "second")
