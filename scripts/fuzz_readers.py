@@ -5,7 +5,7 @@
 
 Each target gets its share of the time, in a process of its own. A target takes any
 bytes and may refuse them in one sentence; whatever else it raises, ten seconds for one
-input, or two GiB of memory is a finding: the input, made smaller, lies in --findings.
+input, or two GiB of memory is a finding: the input lies in --findings.
 Needs atheris (pip install bitmamba[fuzz]).
 
 Exit codes: 0 no finding, 1 findings, 2 the user's mistake.
