@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from absl import flags
@@ -230,7 +231,10 @@ def main() -> int:
 
     if lacking := absent_gpu.missing():
         raise ValueError(f"gpu_compile_check: {lacking}")
-    results = {target: run_target(target, ops) for target in targets}
+    # A child compiles on one thread.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda target: run_target(target, ops), targets)
+        results = dict(zip(targets, found, strict=True))
     if _UPDATE.value:
         wrong = [s for t, found in results.items() for s in faults(t, found, None)]
         if not wrong:
