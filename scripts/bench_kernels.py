@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import kernel_cases
 import numpy as np
-from absl import app, flags
+from absl import flags
 from bench_kernels_peers import PEERS
 from kernel_timing import floor_ms, median_ms
+
+from bitmamba import command_line
 
 GATE = 1e-2
 LARGE_MEMORY = 40 * 2**30
@@ -158,18 +160,18 @@ def described() -> dict[str, str]:
     }
 
 
-def main(argv):
+def main() -> int:
     """Print and keep the table."""
     known = {make().op for make in kernel_cases.small_cases()}
-    if len(argv) > 1 or set(FLAGS.ops) - known:
-        raise app.UsageError(
-            f"got {argv[1:] or FLAGS.ops}; expected only flags, --ops of "
+    if set(FLAGS.ops) - known:
+        raise ValueError(
+            f"--ops: got {', '.join(FLAGS.ops)}; expected some of "
             f"{', '.join(sorted(known))}"
         )
     if jax.default_backend() != "gpu":
-        raise app.UsageError(
-            f"got platform {jax.default_backend()}; expected a GPU: elsewhere kernels "
-            "are interpreted, and their times say nothing"
+        raise ValueError(
+            f"bench_kernels: got platform {jax.default_backend()}; expected gpu: "
+            "elsewhere kernels are interpreted, and their times say nothing"
         )
     head = described()
     print(", ".join(f"{k} {v}" for k, v in head.items()))
@@ -180,4 +182,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

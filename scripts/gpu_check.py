@@ -23,7 +23,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -31,6 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import bench_kernels  # noqa: E402
 import gpu_check_step  # noqa: E402
 import kernel_cases  # noqa: E402
+
+from bitmamba import command_line  # noqa: E402
 
 # Largest error over largest value, of every output and gradient. bfloat16 operands have
 # 8 bits; float32 ones are products of two bfloat16 parts each (pallas_kernels/ssd).
@@ -112,15 +114,13 @@ def step_line(row: dict) -> str:
     )
 
 
-def main(argv):
+def main() -> int:
     """Run the three parts and write what they found."""
-    if len(argv) > 1:
-        raise app.UsageError(f"got {argv[1:]}; expected only flags")
     wanted = "cpu" if FLAGS.interpret else "gpu"
     if jax.default_backend() != wanted:
-        raise app.UsageError(
-            f"got platform {jax.default_backend()}; expected {wanted}; install jax "
-            "for CUDA, or pass --interpret on a CPU"
+        raise ValueError(
+            f"gpu_check: got platform {jax.default_backend()}; expected {wanted}; "
+            "install jax for CUDA, or pass --interpret on a CPU"
         )
     start = time.monotonic()
     found = {"head": bench_kernels.described(), "checks": check_all()}
@@ -160,4 +160,4 @@ def readable(found: dict) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -1,0 +1,102 @@
+"""What scripts/gpu_check.py and bench_kernels.py would say of a kernel, on a CPU."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+needs_kernels = pytest.mark.skipif(
+    not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
+)
+
+
+@pytest.fixture(scope="module")
+def script():
+    """Imports a script by name; flags of two scripts do not meet in one process."""
+    from absl import flags
+
+    before = set(flags.FLAGS)
+    sys.path.insert(0, str(SCRIPTS))
+    yield importlib.import_module
+    sys.path.remove(str(SCRIPTS))
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_right_kernel_passes_and_a_wrong_one_does_not(script, dtype):
+    gpu_check, cases = script("gpu_check"), script("kernel_cases")
+    case = cases.convolution(1, 9, 128, 4, documents_a_row=2)
+
+    row = gpu_check.check(case, dtype)
+
+    assert row["passed"], row
+    assert set(row["errors"]) == {"output 0", "output 1", "x", "weight", "bias"}
+
+    def wrong(inputs, implementation):
+        y, state = case.run(inputs, "reference")
+        return y * (1.1 if implementation == "pallas" else 1.0), state
+
+    row = gpu_check.check(case._replace(run=wrong), dtype)
+    assert not row["passed"]
+    assert 0.05 < row["error"] < 0.2
+
+
+def test_what_is_not_finite_is_infinitely_wrong(script):
+    errors = script("bench_kernels").relative_errors
+
+    found = errors({"a": [1.0, np.nan], "b": [1.0, 2.2]}, {"a": [1, 2], "b": [1, 2]})
+
+    assert found == {"a": np.inf, "b": pytest.approx(0.1)}
+
+
+def test_the_floor_is_the_longer_of_arithmetic_and_memory(script):
+    floor_ms, work = script("kernel_timing").floor_ms, script("kernel_cases").Work
+
+    card = "NVIDIA GeForce RTX 3060"
+    assert floor_ms(work(25.5e12, 0), card) == pytest.approx(1000)
+    assert floor_ms(work(0, 360e9), card) == pytest.approx(1000)
+    assert floor_ms(work(102e12, 1, "int8"), card) == pytest.approx(1000)
+    assert floor_ms(work(1, 1), "a card nobody has") is None
+
+
+def test_documents_are_uneven_and_all_there(script):
+    ids = script("kernel_cases").documents(2048, 16)
+
+    lengths = np.bincount(ids)
+    assert len(lengths) == 16
+    assert lengths.min() > 0
+    assert (np.cumsum(lengths)[:-1] % 64).any()
+
+
+def test_every_timed_case_is_within_the_tokens_asked_for(script):
+    cases = script("kernel_cases")
+
+    few, many = (len(cases.timed_cases(n)) for n in (2**14, 2**17))
+
+    assert 0 < few < many
+    case = cases.timed_cases(2048)[0]()
+    assert case.forward.flops < case.both.flops
+    assert cases.cast(case, jnp.bfloat16)["dt"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["gpu_check", "bench_kernels"])
+def test_without_a_gpu_both_say_so_in_one_line(name):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "got platform cpu; expected" in line
