@@ -94,7 +94,7 @@ def test_the_search_finds_a_weight_gradient_where_there_is_one(compiled):
 @pytest.mark.parametrize("linear", ["dense", "bit"])
 def test_frozen_parameters_have_no_gradient_and_no_optimiser_state(linear, compiled):
     (full, full_step), (lora, lora_step) = (
-        compiled(mode, linear, "mlp") for mode in ("full", "lora")
+        compiled(mode, linear, "mamba2") for mode in ("full", "lora")
     )
     sizes = {
         mode: sum(leaf.size for leaf in jax.tree.leaves(parts.trainable))
