@@ -109,3 +109,11 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones():
 
     assert done.returncode == 2
     assert "got gtx1080; expected some of a100" in done.stderr
+
+
+def test_one_compilation_serves_gpus_that_differ_in_speed_and_memory_alone(check):
+    assert check.limits("rtx3060") == check.limits("rtx3080_laptop")
+
+    others = {check.limits(t) for t in ("rtx3060", "rtx4090", "a100", "h200")}
+    assert len(others) == 4
+    assert all(len(fields) == 6 for fields in others)
