@@ -16,7 +16,7 @@ _log = logging.getLogger("pallas_kernels")
 
 
 @functools.cache
-def _log_choice(op: str, asked: str, chosen: str, reason: str) -> None:
+def log_choice(op: str, asked: str, chosen: str, reason: str) -> None:
     """One line for each distinct choice in the life of the process."""
     _log.info("%s: implementation=%s runs %s (%s)", op, asked, chosen, reason)
 
@@ -75,10 +75,10 @@ def resolve(
                 "'reference'"
             )
         if platform() == "cpu":
-            _log_choice(op, "pallas", "pallas", "interpreted: slow, for checking only")
+            log_choice(op, "pallas", "pallas", "interpreted: slow, for checking only")
         return "pallas"
     reason = missing or _loss(wins)
-    _log_choice(op, "auto", *(("reference", reason) if reason else ("pallas", "GPU")))
+    log_choice(op, "auto", *(("reference", reason) if reason else ("pallas", "GPU")))
     return "reference" if reason else "pallas"
 
 

@@ -46,3 +46,19 @@ def pytest_unconfigure():
 def users_level():
     """compiler_options that make what a user's process makes."""
     return {"xla_backend_optimization_level": 3}
+
+
+@pytest.fixture(scope="module")
+def programs_compiled_once():
+    """Runs of a file share their programs, small ones too; users' cache only large."""
+    import jax
+
+    from bitmamba.train import build
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "use_compilation_cache", lambda: None)
+        jax.config.update(name, 0.0)
+        yield
+    jax.config.update(name, before)

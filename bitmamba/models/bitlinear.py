@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from bitmamba.config import BitLinearConfig
 from bitmamba.quant.ternary import TernaryWeight, ternarise
+from pallas_kernels import backend
 
 MIN_ABSMAX = 1e-5
 
@@ -155,6 +156,9 @@ def _scaled_product(x_codes, w_codes, x_scale, w_scale, dtype, kernels):
         choice = pallas_kernels.choose_bit_product(
             flat, turned, dtype=dtype, implementation=kernels
         )
+    elif kernels == "pallas":
+        reason = f"weight codes are held in {w_codes.dtype}, not int8"
+        backend.log_choice("bit_product", kernels, choice, reason)
     if choice == "reference":
         product = _product_of_codes(x_codes, w_codes, dtype)
         return (product * (x_scale * w_scale)).astype(dtype)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from bitmamba.models.adapters import Adapter
 from bitmamba.quant.ternary import TernaryWeight
+from pallas_kernels import backend
 
 Kernel = jax.Array | TernaryWeight
 Forward = Callable[[jax.Array, Kernel, Sequence[Adapter]], jax.Array]
@@ -46,11 +47,16 @@ def applies(
 
     Raises:
         NotImplementedError: "pallas" was asked for and cannot take this layer. Dropout,
-            magnitudes and latent kernels have other gradients: those keep XLA's.
+            magnitudes and latent kernels have other gradients: those keep XLA's, the
+            first two with a line in the log.
     """
     drops = is_dropping and any(adapter.spec.dropout for adapter in branches)
     scaled = any(adapter.magnitude is not None for adapter in branches)
-    if kernels == "reference" or drops or scaled or is_latent:
+    if kernels == "reference" or is_latent:
+        return False
+    if drops or scaled:
+        reason = f"an adapter has {'dropout' if drops else 'a magnitude'}"
+        backend.log_choice("lora_linear", kernels, "reference", reason)
         return False
     weight = _weight(kernel)
     stored = jnp.int8 if weight.dtype == jnp.int8 else dtype

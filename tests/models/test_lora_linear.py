@@ -10,7 +10,7 @@ from bitmamba.models.adapters import Adapter
 from bitmamba.models.layers import Linear
 from bitmamba.quant.ternary import TernaryWeight, freeze_ternary
 from bitmamba.types import AdapterSpec
-from pallas_kernels import compat
+from pallas_kernels import backend, compat
 
 needs_kernels = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
@@ -110,14 +110,18 @@ def test_every_gradient_and_the_forward_pass(kind, b_scale, tiny):
 
 @needs_kernels
 @pytest.mark.parametrize("case", [{"dropout": 0.5}, {"magnitude": True}])
-def test_dropout_and_magnitudes_keep_their_own_gradients(case, tiny):
+def test_dropout_and_magnitudes_keep_their_own_gradients(case, tiny, caplog):
+    backend.log_choice.cache_clear()
+    caplog.set_level("INFO", "pallas_kernels")
     cfg = tiny("-", dtype="bfloat16")
     rngs = {"rngs": {"dropout": jax.random.key(1)}} if "dropout" in case else {}
+    told = "dropout" if "dropout" in case else "a magnitude"
 
     got = outputs(*layer(cfg, "pallas", **case), **rngs)
     expected = outputs(*layer(cfg, "reference", **case), **rngs)
 
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert f"pallas runs reference (an adapter has {told})" in caplog.text
 
 
 def test_auto_on_a_cpu_is_the_reference_to_the_bit(tiny, monkeypatch):

@@ -15,13 +15,13 @@ def device(monkeypatch):
         monkeypatch.setattr(backend, "platform", lambda: platform)
         monkeypatch.setattr(backend, "capability", lambda: capability)
         monkeypatch.setattr(compat, "HAS_MOSAIC_GPU", has_mosaic)
-        backend._log_choice.cache_clear()
+        backend.log_choice.cache_clear()
 
     return make
 
 
 def test_auto_takes_the_reference_and_says_so_once(caplog):
-    backend._log_choice.cache_clear()
+    backend.log_choice.cache_clear()
 
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         chosen = [backend.resolve("auto", op="some_op") for _ in range(3)]

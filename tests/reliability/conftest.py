@@ -8,11 +8,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from bitmamba.io.load import load_trainable
-from bitmamba.train import build
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -44,15 +42,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_compiled_once():
-    """Runs of a file share their programs, small ones too; users' cache only large."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "use_compilation_cache", lambda: None)
-        jax.config.update(name, 0.0)
-        yield
-    jax.config.update(name, before)
+def _compiled_once(programs_compiled_once):
+    """For all files here."""
 
 
 class Job:

@@ -67,12 +67,7 @@ def whole(examples, tmp_path_factory):
     config = sft.get_config("tiny")
     config.workdir = str(tmp_path_factory.mktemp("damage") / "run")
     config.data.sft = (str(examples / "examples.jsonl"),)
-    for path, value in SMALL.items():
-        *groups, name = path.split(".")
-        part = config
-        for group in groups:
-            part = part[group]
-        part[name] = value
+    config.update_from_flattened_dict(SMALL)
     config = read_config(config)
     data = read_data(config)
     parts = build.build_parts(config, data)

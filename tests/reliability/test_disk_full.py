@@ -69,12 +69,7 @@ def train(workdir, examples, *, at):
     config = sft.get_config("tiny")
     config.workdir = str(workdir)
     config.data.sft = (str(examples / "examples.jsonl"),)
-    for path, value in SMALL.items():
-        *groups, name = path.split(".")
-        part = config
-        for group in groups:
-            part = part[group]
-        part[name] = value
+    config.update_from_flattened_dict(SMALL)
     config = read_config(config)
     data = read_data(config)
     batches = data.batches

@@ -41,12 +41,7 @@ def settings(workdir, get_config, **changes):
         "checkpoint.every": 2,
         "checkpoint.init_from": None,
     }
-    for path, value in (small | changes).items():
-        *groups, name = path.split(".")
-        part = config
-        for group in groups:
-            part = part[group]
-        part[name] = value
+    config.update_from_flattened_dict(small | changes)
     return read_config(config)
 
 

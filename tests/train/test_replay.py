@@ -30,12 +30,7 @@ def settings(**changes):
         "checkpoint.init_from": None,
         "optim.rules": ({"pattern": ".*"},),
     }
-    for path, value in (small | changes).items():
-        *groups, name = path.split(".")
-        part = config
-        for group in groups:
-            part = part[group]
-        part[name] = value
+    config.update_from_flattened_dict(small | changes)
     return read_config(config)
 
 

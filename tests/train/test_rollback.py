@@ -9,16 +9,16 @@ import os
 import signal
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from bitmamba.io.load import load_params
 from bitmamba.paths import flatten
-from bitmamba.train import build, bundle, loop
+from bitmamba.train import bundle, loop
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 STEPS = 10
 
 
@@ -39,12 +39,7 @@ def settings(workdir, **changes):
         "checkpoint.every": 2,
         "checkpoint.init_from": None,
     }
-    for path, value in (small | changes).items():
-        *groups, name = path.split(".")
-        part = config
-        for group in groups:
-            part = part[group]
-        part[name] = value
+    config.update_from_flattened_dict(small | changes)
     return read_config(config)
 
 
@@ -56,18 +51,6 @@ def read_once(config):
     if config.data not in KNOWN:
         KNOWN[config.data] = read_data(config)
     return KNOWN[config.data]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_compiled_once():
-    """Runs of a file share their programs, small ones too; users' cache only large."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "use_compilation_cache", lambda: None)
-        jax.config.update(name, 0.0)
-        yield
-    jax.config.update(name, before)
 
 
 class Crash(Exception):
