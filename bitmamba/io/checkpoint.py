@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 
 from bitmamba.io import digests, load, meta, shards, steps, store
-from bitmamba.io.fingerprints import check_fingerprints
+from bitmamba.io.fingerprints import ANEW, check_fingerprints
 from bitmamba.io.load import load_params
 from bitmamba.io.peers import ALONE, Peers
 
@@ -48,6 +48,7 @@ class Checkpointer:
         fingerprints: Mapping[str, Any],
         config: Mapping[str, Any],
         peers: Peers = ALONE,
+        advice: str = ANEW,
     ):
         """Open a directory, making it if needed, and clean up after a killed save.
 
@@ -58,6 +59,7 @@ class Checkpointer:
             config: the resolved configuration, stored in every step.
             peers: all must open, save, restore and close together; the first of them
                 names, moves and removes folders.
+            advice: what to do when a fingerprint changed.
         """
         self._directory = Path(directory).absolute()
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,7 @@ class Checkpointer:
         self._keep = keep
         self._fingerprints = fingerprints
         self._config = config
+        self._advice = advice
         for line in peers.first(lambda: steps.tidy(self._directory)):
             logging.info("checkpoint: %s", line)
         self._writer = store.make_writer()
@@ -200,7 +203,8 @@ class Checkpointer:
 
         Args:
             target_trainable, target_opt_state: trees of arrays or of
-                `jax.ShapeDtypeStruct`s; results are placed by their shardings.
+                `jax.ShapeDtypeStruct`s, or functions that make one of the step's meta;
+                results are placed by their shardings.
             target_frozen: likewise; None restores no frozen parameters.
             prefer: steps that are tried first, newest first, before the others.
 
@@ -243,8 +247,11 @@ class Checkpointer:
         """(meta, items placed like the targets); DamagedError if not whole."""
         where = f"checkpoint {folder}"
         record = load.read_meta(folder)
-        check_fingerprints(record["fingerprints"], self._fingerprints, where=where)
+        check_fingerprints(
+            record["fingerprints"], self._fingerprints, where=where, advice=self._advice
+        )
         tables = record["digests"]
+        targets = {k: t(record) if callable(t) else t for k, t in targets.items()}
         for name, target in targets.items():
             load.check_target(target, tables[name], f"{where}: {name}")
         placed = {

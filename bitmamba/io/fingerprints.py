@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+ANEW = (
+    "restore it, or start a new run with another --config.workdir and "
+    "--config.checkpoint.init_from"
+)
+
 
 def check_fingerprints(
-    saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str = "checkpoint"
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    where: str = "checkpoint",
+    advice: str = ANEW,
 ) -> None:
     """Refuse to resume when something the run depends on has changed.
 
@@ -14,6 +23,7 @@ def check_fingerprints(
             a single data file or field is named.
         now: fingerprints of this run, of the same form.
         where: named in the message, e.g. "checkpoint step 50".
+        advice: end of the message.
 
     Raises:
         ValueError: one line that names every changed field with both values.
@@ -26,8 +36,7 @@ def check_fingerprints(
     more = f" (also changed: {', '.join(changed[1:])})" if changed[1:] else ""
     raise ValueError(
         f"{where}: {first} changed: got {_short(new.get(first))}; expected "
-        f"{_short(old.get(first))} as saved{more}; restore it, or start a new run "
-        "with another --config.workdir and --config.checkpoint.init_from"
+        f"{_short(old.get(first))} as saved{more}; {advice}"
     )
 
 

@@ -1,7 +1,8 @@
 """When an arm of a sweep has diverged: one rule, on plain numbers."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from bitmamba.report.units import loss as shown
 
@@ -76,6 +77,22 @@ class Divergence:
         """After the last look: nothing would show that a high loss comes down."""
         if self._above["held-out loss"]:
             self._stop(number, self._last)
+
+    def saved(self) -> dict[str, Any]:
+        """What it has seen, JSON-able."""
+        return {
+            "found": self.found,
+            "start": self._start,
+            "block": self._block,
+            "above": self._above,
+            "last": self._last,
+        }
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` made."""
+        self.found = saved["found"] and Diverged(*saved["found"])
+        self._start, self._last = saved["start"], saved["last"]
+        self._block, self._above = list(saved["block"]), dict(saved["above"])
 
     def _look(self, name: str, number: int, loss: float, start: float) -> None:
         if loss <= self._limits.factor * start:

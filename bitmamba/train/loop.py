@@ -16,7 +16,7 @@ from bitmamba.io.peers import of_jax
 from bitmamba.io.writer import MetricsWriter, NoWriter
 from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
-from bitmamba.train import distributed, records, restore, samples
+from bitmamba.train import distributed, leave, records, restore, samples
 from bitmamba.train.evaluate import against_base
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.rollback import GO_ON, STOP, Bad, Guard
@@ -71,12 +71,8 @@ def _train(run: Run) -> int:
                 writer.close()
             raise
         dog.beat("the last save")
-        for what in (writer, run.checkpointer):
-            try:
-                what.close()
-            except OSError as error:
-                console.print(f"[red]error: {error}")
-                code = FAILED
+        if not leave.close_all(console, writer, run.checkpointer):
+            code = FAILED
         distributed.finish()
     return code
 
@@ -207,12 +203,7 @@ class _Loop:
         if saves:
             self._save(number)
         self.dog.beat("the save before leaving")
-        told = self.run.checkpointer.wait()
-        good = self.run.checkpointer.last_good()
-        if not told and not saves:
-            told = "nothing was saved yet" if good is None else f"step {good} is saved"
-            told += "; the same command goes on"
-        told = told or f"saved step {number}; the same command goes on from there"
+        told = leave.last_words(self.run.checkpointer, number if saves else None)
         console.print(f"{self.stop.received}: {told}")
         return self.config.guard.stop_code
 

@@ -125,7 +125,7 @@ def _resume(config: Config, parts: Parts, restored, source) -> Started:
             _check_base(where, tree_digests(frozen), digests)
         if config.loss.compares:
             _check_base(where, tree_digests(own), extra["start"])
-    state = _state_of(restored)
+    state = state_of(restored)
     held = hold(config, {}, frozen)
     if config.loss.compares:
         _, held = first_values(config, parts, jax.tree.map(jnp.asarray, own), held)
@@ -151,7 +151,7 @@ def last_good(
         prefer=lambda step: step % config.checkpoint.every == 0,
     )
     if restored is not None:
-        return _state_of(restored), restored.meta["extra"]
+        return state_of(restored), restored.meta["extra"]
     own, _ = split_trainable(config, base_params(config, parts))
     trainable, _ = first_values(config, parts, jax.tree.map(jnp.asarray, own), held)
     return first_state(parts, trainable), {}
@@ -177,7 +177,7 @@ def remembered(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _state_of(restored: Restored) -> TrainState:
+def state_of(restored: Restored) -> TrainState:
     """The training state of a checkpoint; an old one knows no losses."""
     extra = restored.meta["extra"]
     state = init_state(restored.trainable, restored.opt_state)

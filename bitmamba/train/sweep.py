@@ -10,14 +10,19 @@ from rich.console import Console
 
 from bitmamba.config import MeshConfig
 from bitmamba.data import DataBundle
+from bitmamba.io.checkpoint import Restored
+from bitmamba.io.digests import tree_digests
 from bitmamba.optim import hyper
 from bitmamba.paths import flatten
 from bitmamba.report import units
 from bitmamba.report.sweep import ArmResult
-from bitmamba.train import build, restore, sweep_groups
+from bitmamba.train import build, restore, sweep_groups, sweep_resume
 from bitmamba.train.arms import Arm
 from bitmamba.train.divergence import Limits
-from bitmamba.train.sweep_loop import Group, Sweep, train_arms
+from bitmamba.train.signals import StopSignal
+from bitmamba.train.sweep_loop import train_arms
+from bitmamba.train.sweep_resume import Plan
+from bitmamba.train.sweep_state import Group, Saves, Sweep
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -38,17 +43,34 @@ def run(
         data: of every arm; each batch is read once.
         how: "in_turn", "together" or "auto"; see `sweep_groups.compile_group`.
         limits: when an arm has diverged.
-        out: folder for sweep.json, sweep.md and sweep.png.
+        out: folder for sweep.json, sweep.png and the checkpoints; the newest good one
+            of the same sweep is gone on from.
         command: the command line of an arm.
 
     Returns:
-        A function that does the rest and returns the exit code: DONE, STOPPED, or
-        BAD_NUMBERS when every arm diverged.
+        A function that does the rest and returns the exit code: DONE, BAD_NUMBERS when
+        every arm diverged, guard.stop_code when told to stop, or FAILED when the last
+        save failed.
 
     Raises:
         ValueError: nothing to evaluate on; several devices; a list that changes
-            nothing; the memory budget is too small; the base does not fit the model.
+            nothing; the memory budget is too small; the base does not fit the model;
+            the checkpoints are of other arms, data or settings.
     """
+    with StopSignal(at_once=arms[0].config.guard.stop_code):
+        ready = _prepare(arms, data, how=how, limits=limits, out=out, command=command)
+    return lambda: train_arms(ready, console)
+
+
+def _prepare(
+    arms: Sequence[Arm],
+    data: DataBundle,
+    *,
+    how: str,
+    limits: Limits,
+    out: Path,
+    command: Callable[[ArmResult], str],
+) -> Sweep:
     started = time.perf_counter()
     if not data.eval_sft and not data.eval_replay:
         raise ValueError(
@@ -61,14 +83,21 @@ def run(
             "1): its arms share one device; start a run for each arm instead"
         )
     build.use_compilation_cache()
-    groups = _groups(arms, data, how)
-    out.mkdir(parents=True, exist_ok=True)
-    ready = Sweep(arms, data, groups, limits, out, command, started)
-    return lambda: train_arms(ready, console)
+    plans = _plans(arms, data)
+    checkpointer = sweep_resume.make_checkpointer(
+        out, arms, data, how=how, limits=limits
+    )
+    found = sweep_resume.find(checkpointer, plans)
+    groups, base = _groups(arms, plans, how, found)
+    config = arms[0].config
+    source = config.checkpoint.init_from or f"seed {config.seed}"
+    saves = Saves(checkpointer, base, source)
+    begun = None if found is None else (found.step, found.meta["extra"])
+    return Sweep(arms, data, groups, limits, out, command, started, saves, begun)
 
 
-def _groups(arms: Sequence[Arm], data: DataBundle, how: str) -> list[Group]:
-    """Compile a step a rank, then load the base once and make the arms' states."""
+def _plans(arms: Sequence[Arm], data: DataBundle) -> list[Plan]:
+    """What each rank consists of; nothing is compiled or allocated."""
     by_rank: dict[int | None, list[int]] = {}
     for i, arm in enumerate(arms):
         by_rank.setdefault(arm.rank, []).append(i)
@@ -77,6 +106,20 @@ def _groups(arms: Sequence[Arm], data: DataBundle, how: str) -> list[Group]:
         parts = build.build_parts(arms[numbers[0]].config, data)
         plans.append((numbers, parts))
     _check_differences(arms, [parts for _, parts in plans])
+    return plans
+
+
+def _groups(
+    arms: Sequence[Arm], plans: Sequence[Plan], how: str, found: Restored | None = None
+) -> tuple[list[Group], dict[str, dict[str, str]]]:
+    """Compile a step a rank, then load the base once and make the arms' states.
+
+    Args:
+        found: a checkpoint of the sweep, whose states are taken.
+
+    Returns:
+        (the groups, digests of the base as `sweep_resume.check_base` wants them).
+    """
     made = []
     for numbers, parts in plans:
         mine = [arms[i] for i in numbers]
@@ -86,16 +129,26 @@ def _groups(arms: Sequence[Arm], data: DataBundle, how: str) -> list[Group]:
     own, frozen = build.split_trainable(
         config, restore.base_params(config, plans[0][1])
     )
+    base = {
+        "frozen": tree_digests(frozen),
+        "start": tree_digests(own) if config.loss.compares else {},
+    }
+    if found is not None:
+        sweep_resume.check_base(found, base, config)
     own = jax.tree.map(jnp.asarray, own)
     held = build.hold(config, own, frozen)
-    return [_group(arms, *one, own, held) for one in made]
+    return [_group(arms, *one, own, held, found) for one in made], base
 
 
-def _group(arms, numbers, parts, compiled, own, held) -> Group:
+def _group(arms, numbers, parts, compiled, own, held, found) -> Group:
     config = arms[numbers[0]].config
     trainable, held = restore.first_values(config, parts, own, held)
     helds = {i: held._replace(hyper=hyper(arms[i].config.optim)) for i in numbers}
     states = sweep_groups.first_states(parts, trainable, numbers)
+    if found is not None:
+        # One that was stopped keeps its first: arms that step together need a state.
+        alive = set(found.meta["extra"]["alive"]) & set(numbers)
+        states |= {i: sweep_resume.state_of(found, i) for i in alive}
     return Group(numbers, parts, compiled, compiled.make(states, helds), helds)
 
 

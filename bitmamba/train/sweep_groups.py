@@ -43,6 +43,10 @@ class InTurn:
         """Of an arm that still trains."""
         return self._states[arm]
 
+    def to_save(self, arm: int) -> TrainState:
+        """The same."""
+        return self._states[arm]
+
 
 class Together:
     """The step over all arms at once; one that is not alive still costs its share."""
@@ -68,6 +72,10 @@ class Together:
         """A copy of one arm's state."""
         k = self._arms.index(arm)
         return jax.tree.map(lambda x: x[k], self._states)
+
+    def to_save(self, arm: int) -> TrainState:
+        """The same on the host: on the device there may be no room for all of them."""
+        return jax.device_get(self.state(arm))
 
 
 def together_step(step) -> Callable:

@@ -1,165 +1,228 @@
 """The loop of a sweep: each batch to every arm that still trains; stop, tell, write."""
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from bitmamba.command_line import BAD_NUMBERS, DONE, STOPPED
-from bitmamba.data import DataBundle
-from bitmamba.paths import flatten
-from bitmamba.report import sweep as report
+from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED
 from bitmamba.report import units
 from bitmamba.report.progress import Meter, progress_bar
-from bitmamba.report.sweep_plot import sweep_picture
-from bitmamba.train import build, guard
-from bitmamba.train.arms import Arm
-from bitmamba.train.divergence import Divergence, Limits
+from bitmamba.report.sweep import ArmResult
+from bitmamba.train import guard, leave, sweep_results, sweep_resume
 from bitmamba.train.evaluate import held_out_losses
-from bitmamba.train.objective import Frozen
 from bitmamba.train.signals import StopSignal
-from bitmamba.train.sweep_groups import Compiled, InTurn, Together
-from bitmamba.train.watch import ZeroWatch
-
-
-class Group(NamedTuple):
-    """The arms of one rank: their numbers, parts, compiled step, and frozen values."""
-
-    arms: list[int]
-    parts: build.Parts
-    compiled: Compiled
-    runner: InTurn | Together
-    helds: dict[int, Frozen]
-
-    @property
-    def leaves(self) -> list[str]:
-        """Paths of what trains, in the order of the step's metrics."""
-        return list(flatten(self.parts.trainable))
-
-
-class Sweep(NamedTuple):
-    """A sweep that is ready for its first step."""
-
-    arms: Sequence[Arm]
-    data: DataBundle
-    groups: list[Group]
-    limits: Limits
-    out: Path
-    command: Callable[[report.ArmResult], str]
-    started: float
+from bitmamba.train.sweep_state import Group, Progress, Sweep, arm_name
+from bitmamba.train.watchdog import Watchdog
 
 
 def train_arms(sweep: Sweep, console: Console) -> int:
     """Train all arms to the last step, or until each has diverged; the exit code."""
     console.print(sweep.limits.rule())
-    with StopSignal() as stop:
-        return _Loop(sweep, console, stop).go()
+    with (
+        StopSignal() as stop,
+        Watchdog(sweep.config.guard.stuck_s, sweep.out) as dog,
+    ):
+        code = _Loop(sweep, console, stop, dog).go()
+        dog.beat("the last save")
+        if not leave.close_all(console, sweep.saves.checkpointer):
+            code = FAILED
+    return code
+
+
+class _Stopped(Exception):
+    """A signal came."""
 
 
 class _Loop:
     """The state of one pass through the steps; nothing outlives `go`."""
 
-    def __init__(self, sweep: Sweep, console: Console, stop: StopSignal) -> None:
-        self.sweep, self.console, self.stop = sweep, console, stop
-        self.config = sweep.arms[0].config
-        self.alive = set(range(len(sweep.arms)))
-        self.training: list[list[tuple[int, float]]] = [[] for _ in sweep.arms]
-        self.evaluations: list[list[dict]] = [[] for _ in sweep.arms]
-        self.looks: list[Divergence] = []
-        # The first arm of each rank stands for all: they adapt the same weights.
-        self.watches = {g.arms[0]: ZeroWatch(g.leaves) for g in sweep.groups}
-        self.done = 0
+    def __init__(
+        self, sweep: Sweep, console: Console, stop: StopSignal, dog: Watchdog
+    ) -> None:
+        self.sweep, self.console, self.stop, self.dog = sweep, console, stop, dog
+        self.config = sweep.config
+        self.total = self.config.train.steps
+        self.now = Progress(
+            len(sweep.arms), sweep.limits, {g.arms[0]: g.leaves for g in sweep.groups}
+        )
+        if sweep.begun:
+            self.now.resume(*sweep.begun)
+        self.first = self.now.done
+        self.meter = Meter(total=self.total, start=self.first)
 
     def go(self) -> int:
-        self._evaluate_base()
-        total = self.config.train.steps
-        self.meter = Meter(total=total, start=0)
-        batches = iter(self.sweep.data.batches(0))
-        with progress_bar(self.console, total=total, start=0) as show:
-            while self.done < total and self.alive and not self.stop.received:
-                self._step(self.done + 1, batches, show)
-        if self.done == total:
-            for i in self.alive:
-                self.looks[i].end(total)
-        results = self._results()
-        self._write(results)
-        self._show(results)
-        if self.stop.received:
-            self.console.print(f"{self.stop.received}: stopped at step {self.done}")
-            return STOPPED
-        return DONE if any(r.is_stable for r in results) else BAD_NUMBERS
+        try:
+            self._begin()
+            self.meter = Meter(total=self.total, start=self.first)
+            batches = iter(self.sweep.data.batches(self.first))
+            with progress_bar(self.console, total=self.total, start=self.first) as show:
+                while self.now.done < self.total and self.now.alive:
+                    self._step(self.now.done + 1, batches, show)
+        except _Stopped:
+            return self._stop()
+        if self.now.done == self.total:
+            for i in self.now.alive:
+                self.now.looks[i].end(self.total)
+        found = self._write()
+        sweep_results.show(self.sweep, found, self._seconds(), self.console)
+        return DONE if any(r.is_stable for r in found) else BAD_NUMBERS
+
+    def _begin(self) -> None:
+        """What comes before the first step, or was missed before a stop."""
+        if not self.sweep.begun:
+            self._evaluate_base()
+            return
+        alive, done = len(self.now.alive), self.now.done
+        missing = self.now.waits_for_evaluation() if self._evaluates(done) else []
+        is_over = self._is_last(done) and not missing
+        self.console.print(
+            f"{'already done:' if is_over else 'resuming at'} step {done} of "
+            f"{self.total} of {self.sweep.out}; {alive} of {len(self.sweep.arms)} arms "
+            "have not diverged"
+        )
+        if missing:
+            self._evaluate()
+            if self._is_last(done):
+                self._save()
 
     def _step(self, number: int, batches, show: Callable[[int, str], None]) -> None:
+        self.dog.beat(f"step {number}")
         before = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - before
-        tokens = int(np.count_nonzero(batch.segment_ids)) * len(self.alive)
+        alive = self.now.alive
+        tokens = int(np.count_nonzero(batch.segment_ids)) * len(alive)
         batch = jax.device_put(batch)
         reads = [
-            (group, group.runner.step(batch, self.alive))
+            (group, group.runner.step(batch, alive))
             for group in self.sweep.groups
-            if self.alive & set(group.arms)
+            if alive & set(group.arms)
         ]
         for group, read in reads:
             for i, metrics in read().items():
                 self._record(number, i, metrics, group.leaves)
-        self.done = number
+        self.now.done = number
         self.meter.step_done(number, tokens=tokens, waited=waited)
-        losses = [self.training[i][-1][1] for i in self.alive]
+        losses = [self.now.training[i][-1][1] for i in alive]
         if losses:
             arms = f"{len(losses)} of {len(self.sweep.arms)} arms  lowest"
             show(number, f"{arms} {self.meter.line(min(losses))}")
-        if number == self.config.train.steps or number % self.config.eval.every == 0:
+        self._due(number)
+
+    def _due(self, number: int) -> None:
+        """Evaluate, save, or stop after step `number`."""
+        if self.stop.received:
+            raise _Stopped
+        if self._evaluates(number):
             before = time.perf_counter()
-            self._evaluate(number)
+            self._evaluate()
             self.meter.exclude(time.perf_counter() - before)
+        if self._is_last(number) or number % self.config.checkpoint.every == 0:
+            self._save()
+        if problem := self.sweep.saves.checkpointer.poll():
+            self.console.print(f"[yellow]{problem}")
+
+    def _evaluates(self, number: int) -> bool:
+        return number == self.total or number % self.config.eval.every == 0
+
+    def _is_last(self, number: int) -> bool:
+        return number == self.total or not self.now.alive
+
+    def _save(self) -> None:
+        states = {
+            i: group.runner.to_save(i)
+            for group in self.sweep.groups
+            for i in group.arms
+            if i in self.now.alive
+        }
+        checkpointer, base, source = self.sweep.saves
+        sweep_resume.save(
+            checkpointer,
+            self.now.done,
+            states,
+            base=base,
+            source=source,
+            records=self.now.saved(self._seconds()),
+        )
+
+    def _stop(self) -> int:
+        """Save what is new and say so; the table shows what is known."""
+        is_new = self.now.done > self.first
+        if is_new:
+            self._save()
+        self.dog.beat("the save before leaving")
+        words = leave.last_words(
+            self.sweep.saves.checkpointer, self.now.done if is_new else None
+        )
+        if self.now.looks:
+            found = self._write()
+            sweep_results.show(self.sweep, found, self._seconds(), self.console)
+        self.console.print(f"{self.stop.received}: {words}")
+        return self.config.guard.stop_code
+
+    def _write(self) -> list[ArmResult]:
+        """sweep.json, with what is known; a full disk is told and no more."""
+        found = sweep_results.arm_results(self.sweep, self.now)
+        try:
+            sweep_results.write(self.sweep, found, self.now.done, self._seconds())
+        except OSError as error:
+            self.console.print(f"[yellow]sweep.json not written: {error}")
+        return found
+
+    def _seconds(self) -> float:
+        """Of all processes that the sweep took."""
+        return self.now.seconds + time.perf_counter() - self.sweep.started
 
     def _record(
         self, number: int, i: int, metrics: Mapping[str, Any], leaves: list[str]
     ) -> None:
         loss = float(metrics["loss"])
-        self.training[i].append((number, loss))
-        self.looks[i].step(
+        self.now.training[i].append((number, loss))
+        self.now.looks[i].step(
             number,
             loss,
             bad_in_row=int(metrics["bad_in_row"]),
             where=guard.cause(metrics, leaves) or "",
         )
         counts = metrics["is_good"] and metrics["sums"].weight.sum() > 0
-        if i in self.watches and "gradient_is_zero" in metrics and counts:
-            self.watches[i].look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
+        watches = self.now.watches
+        if i in watches and "gradient_is_zero" in metrics and counts:
+            watches[i].look(metrics["leaf_is_zero"], metrics["gradient_is_zero"])
         self._drop_diverged(i)
 
     def _evaluate_base(self) -> None:
-        """Before step 1 every arm is the base: one evaluation serves all."""
         group = self.sweep.groups[0]
         row = {"step": 0, **self._losses(group, group.arms[0])}
         self.console.print(f"step 0, every arm: {_line(row)}")
-        self.evaluations = [[row] for _ in self.sweep.arms]
-        self.looks = [
-            Divergence(self.sweep.limits, base_loss=row["eval/loss"])
-            for _ in self.sweep.arms
-        ]
+        self.now.begin(row)
 
-    def _evaluate(self, number: int) -> None:
+    def _evaluate(self) -> None:
+        """Every arm that still trains and was not evaluated at this step."""
+        waiting = set(self.now.waits_for_evaluation())
+        number = self.now.done
         for group in self.sweep.groups:
-            for i in sorted(self.alive & set(group.arms)):
+            for i in sorted(waiting & set(group.arms)):
                 row = {"step": number, **self._losses(group, i)}
-                self.evaluations[i].append(row)
+                self.now.evaluations[i].append(row)
                 name = arm_name(self.sweep.arms[i])
                 self.console.print(f"step {number}, {name}: {_line(row)}")
-                self.looks[i].evaluation(number, row["eval/loss"])
+                self.now.looks[i].evaluation(number, row["eval/loss"])
                 self._drop_diverged(i)
-        self._write(self._results())
+        self._write()
 
     def _losses(self, group: Group, i: int) -> dict[str, float]:
+        def eval_step(*arguments):
+            self.dog.beat(f"the evaluation at step {self.now.done}")
+            if self.stop.received:
+                raise _Stopped
+            return jax.block_until_ready(group.parts.eval_step(*arguments))
+
         return held_out_losses(
-            group.parts.eval_step,
+            eval_step,
             group.runner.state(i).trainable,
             group.helds[i],
             examples=self.sweep.data.eval_sft,
@@ -168,83 +231,11 @@ class _Loop:
         )
 
     def _drop_diverged(self, i: int) -> None:
-        if (found := self.looks[i].found) and i in self.alive:
-            self.alive.discard(i)
+        if (found := self.now.looks[i].found) and i in self.now.alive:
+            self.now.alive.discard(i)
             name = arm_name(self.sweep.arms[i])
             told = f"{name}: diverged at step {found.step}: {found.cause}"
             self.console.print(f"[red]{told}; the others go on")
-
-    def _results(self) -> list[report.ArmResult]:
-        unfinished = self.done < self.config.train.steps
-        return [
-            report.ArmResult(
-                lr=arm.lr,
-                weight_decay=arm.weight_decay,
-                rank=arm.rank,
-                training=self.training[i],
-                evaluations=self.evaluations[i],
-                diverged=self.looks[i].found,
-                stopped=self.done if unfinished and i in self.alive else None,
-            )
-            for i, arm in enumerate(self.sweep.arms)
-        ]
-
-    def _write(self, results: Sequence[report.ArmResult]) -> None:
-        """sweep.json, after every evaluation: what is known stays."""
-        best = report.best_arm(results)
-        found = {
-            "rule": self.sweep.limits.rule(),
-            "steps": self.config.train.steps,
-            "done": self.done,
-            "seconds": time.perf_counter() - self.sweep.started,
-            "ranks": [
-                {
-                    "rank": self.sweep.arms[g.arms[0]].rank,
-                    "arms": g.compiled.name,
-                    "reason": g.compiled.reason,
-                }
-                for g in self.sweep.groups
-            ],
-            "arms": report.as_json(results),
-            "findings": report.findings(results),
-            "best": best,
-            "command": None if best is None else self.sweep.command(results[best]),
-        }
-        text = json.dumps(found, indent=1, allow_nan=False)
-        (self.sweep.out / "sweep.json").write_text(text + "\n", encoding="utf-8")
-
-    def _show(self, results: Sequence[report.ArmResult]) -> None:
-        self.console.rule(f"[bold]{self.config.name}: sweep of {len(results)} arms")
-        epochs = self.sweep.data.account.epochs
-        lines = report.table(results)
-        self.console.print(
-            f"held-out loss by step; {self.config.train.steps} steps are {epochs:.1f} "
-            "passes over the examples; retention: held-out replay text, "
-            f"{units.loss(self.evaluations[0][0].get('retention/loss'))} before"
-        )
-        for line in [*lines, *report.findings(results)]:
-            self.console.print(line, markup=False)
-        best = report.best_arm(results)
-        if best is not None:
-            self.console.print("train the best arm:")
-            self.console.print(self.sweep.command(results[best]), markup=False)
-        files = ["sweep.json"]
-        if sweep_picture(
-            results,
-            self.sweep.out / "sweep.png",
-            title=f"{self.config.name}: {len(results)} arms",
-            factor=self.sweep.limits.factor,
-        ):
-            files.append("sweep.png")
-        seconds = time.perf_counter() - self.sweep.started
-        self.console.print(f"total time: {units.duration(seconds)}")
-        self.console.print(f"in {self.sweep.out}: {', '.join(files)}")
-
-
-def arm_name(arm: Arm) -> str:
-    """ "lr 0.001 decay 0.01 rank 8" """
-    rank = "" if arm.rank is None else f" rank {arm.rank}"
-    return f"lr {arm.lr:g} decay {arm.weight_decay:g}{rank}"
 
 
 def _line(row: Mapping[str, float]) -> str:

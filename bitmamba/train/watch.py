@@ -1,6 +1,7 @@
 """After the first steps every adapter must have moved: one that cannot is an error."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,20 @@ class ZeroWatch:
     def is_over(self) -> bool:
         """Whether the first steps have passed, and all that trains had a gradient."""
         return self._seen >= STEPS
+
+    def saved(self) -> dict[str, Any]:
+        """What it has seen, JSON-able."""
+        return {
+            "seen": self._seen,
+            "moved": self._moved.tolist(),
+            "excused": self._excused.tolist(),
+        }
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` made."""
+        self._seen = saved["seen"]
+        self._moved = np.asarray(saved["moved"], bool)
+        self._excused = np.asarray(saved["excused"], bool)
 
     def look(
         self, leaf_is_zero: Sequence[bool], gradient_is_zero: Sequence[bool]

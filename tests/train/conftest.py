@@ -1,5 +1,6 @@
-"""LoRA runs as training leaves them, made without training."""
+"""LoRA runs as training leaves them, made without training; and `sweep_cases`."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from bitmamba.models import build_model, param_shapes
 from bitmamba.train import merging
 from bitmamba.train.build import run_model, split_trainable
 from configs import lora, sft
+
+sys.path.append(str(Path(__file__).parent))
 
 PLACES = ("in_proj.x", "in_proj.dt", "out_proj", "mlp", "embed")
 

@@ -1,91 +1,18 @@
 """A sweep: each arm is the ordinary run to the bit; diverged arms stop, alone."""
 
 import dataclasses
-import json
-import os
-import signal
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from sweep_cases import STEPS, Data, make_config, run_sweep
 
-from bitmamba.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    LoraConfig,
-    LoraRule,
-    MLPConfig,
-    ModelConfig,
-    OptimConfig,
-    Rule,
-    TrainConfig,
-)
+from bitmamba.config import EvalConfig, LoraConfig, LoraRule, Rule
 from bitmamba.train import build, restore, sweep, sweep_groups
 from bitmamba.train.arms import make_arms
 from bitmamba.train.divergence import Limits
-from bitmamba.types import Batch
 
-STEPS = 4
-
-
-def make_config(name="adamw", mode="lora", **optim):
-    return Config(
-        name="t",
-        workdir="unused",
-        model=ModelConfig(
-            vocab_size=24,
-            d_model=16,
-            layers=("mlp",),
-            linear="dense",
-            dtype="float32",
-            mlp=MLPConfig(d_ff=32),
-        ),
-        data=DataConfig(replay=("a",), window=16),
-        lora=LoraConfig(rank=2, alpha=4.0) if mode == "lora" else LoraConfig(),
-        optim=OptimConfig(
-            name=name,
-            lr=1e-2,
-            warmup_steps=2,
-            rules=(
-                Rule(pattern=".*/[ab]", lr_mult=3.0, optional=True),
-                Rule(pattern=".*"),
-            ),
-            **optim,
-        ),
-        train=TrainConfig(mode=mode, batch_size=2, steps=STEPS),
-        eval=EvalConfig(every=2),
-    )
-
-
-def make_batch(seed, *, micro=False):
-    rng = np.random.default_rng(seed)
-    shape = (2, 16) if micro else (1, 2, 16)
-    return Batch(
-        tokens=rng.integers(0, 24, shape).astype(np.int32),
-        targets=rng.integers(0, 24, shape).astype(np.int32),
-        loss_weights=np.ones(shape, np.float32),
-        segment_ids=np.ones(shape, np.int32),
-        positions=np.broadcast_to(np.arange(16, dtype=np.int32), shape).copy(),
-        source_ids=np.zeros(shape, np.int32),
-    )
-
-
-class Data:
-    """All that a sweep needs of the data; counts how often a batch is read."""
-
-    categories = ("a", "replay")
-    account = SimpleNamespace(epochs=1.0)
-    eval_replay = (make_batch(99, micro=True),)
-
-    def __init__(self, eval_sft=(make_batch(98, micro=True),)):
-        self.eval_sft, self.read = eval_sft, 0
-
-    def batches(self, start_step):
-        for seed in range(start_step, STEPS):
-            self.read += 1
-            yield make_batch(seed)
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 
 class NoCheckpoints:
@@ -107,8 +34,12 @@ def ordinary(config):
     return state
 
 
+def groups_of(arms, how):
+    return sweep._groups(arms, sweep._plans(arms, Data()), how)[0]
+
+
 def groups_after(arms, data, how):
-    groups = sweep._groups(arms, data, how)
+    groups = groups_of(arms, how)
     for batch in data.batches(0):
         for group in groups:
             group.runner.step(batch, set(group.arms))()
@@ -164,7 +95,7 @@ def test_arms_of_a_rank_share_one_program_and_all_ranks_one_base():
         shapes = build.state_shape(parts), parts.held, build.batch_shape(arm.config)
         texts.append(parts.step.lower(*shapes).as_text())
 
-    groups = sweep._groups(arms, Data(), "in_turn")
+    groups = groups_of(arms, "in_turn")
 
     assert texts[0] == texts[1] != texts[2]
     assert [group.arms for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -189,18 +120,6 @@ def test_arms_together_are_those_in_turn_up_to_rounding(in_turn):
     )
     assert isinstance(is_equal, bool)
     assert quicker > 0
-
-
-def run_sweep(tmp_path, config, data, limits=None, **lists):
-    code = sweep.run(
-        make_arms(config, **lists),
-        data,
-        how="auto",
-        limits=limits or Limits(),
-        out=tmp_path,
-        command=lambda arm: f"train lr={arm.lr!r}",
-    )()
-    return code, json.loads((tmp_path / "sweep.json").read_text())
 
 
 def test_a_diverging_arm_is_stopped_and_named_and_the_others_finish(tmp_path, capsys):
@@ -265,27 +184,6 @@ def test_only_diverged_arms_is_bad_numbers_and_ends_early(tmp_path):
     assert data.read < STEPS
 
 
-class Interrupted(Data):
-    """A signal arrives with the second batch."""
-
-    def batches(self, start_step):
-        for number, batch in enumerate(super().batches(start_step), start=1):
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
-
-
-def test_a_signal_ends_the_sweep_and_keeps_what_was_found(tmp_path):
-    code, found = run_sweep(tmp_path, make_config(), Interrupted(), lr=["1e-3", "1e-2"])
-
-    assert code == 143
-    assert found["done"] == 2
-    verdict = "not finished: at step 2"
-    assert [arm["verdict"] for arm in found["arms"]] == [verdict] * 2
-    assert [row["step"] for row in found["arms"][0]["evaluations"]] == [0, 2]
-    assert found["findings"] == []
-
-
 def test_lists_that_change_nothing_are_mistakes():
     config = make_config()
     flat = dataclasses.replace(
@@ -293,12 +191,12 @@ def test_lists_that_change_nothing_are_mistakes():
     )
     no_decay = make_arms(dataclasses.replace(config, optim=flat), wd=["0", "0.1"])
     with pytest.raises(ValueError, match="--wd: got decays that change nothing"):
-        sweep._groups(no_decay, Data(), "in_turn")
+        sweep._plans(no_decay, Data())
 
     rules = LoraConfig(rank=2, alpha=4.0, rules=(LoraRule(pattern=".*", rank=2),))
     same = make_arms(dataclasses.replace(config, lora=rules), rank=["2", "3"])
     with pytest.raises(ValueError, match="--rank: got ranks that change nothing"):
-        sweep._groups(same, Data(), "in_turn")
+        sweep._plans(same, Data())
 
 
 def test_without_held_out_data_there_is_nothing_to_compare_arms_on(tmp_path):
