@@ -50,7 +50,15 @@ class Job:
     """A run of slow_train.py in a work directory; what it prints is in `shown`."""
 
     def __init__(
-        self, workdir, config, settings, *, wait_s=0.05, environment=None, label=""
+        self,
+        workdir,
+        config,
+        settings,
+        *,
+        wait_s=0.05,
+        environment=None,
+        label="",
+        arguments=(),
     ):
         self.workdir = Path(workdir)
         flags = [f"--config.{k}={'' if v is None else v}" for k, v in settings.items()]
@@ -64,6 +72,7 @@ class Job:
                     f"--config={ROOT}/configs/{config}.py",
                     f"--config.workdir={self.workdir}",
                     *flags,
+                    *arguments,
                 ],
                 cwd=ROOT,
                 stdout=out,
@@ -151,7 +160,14 @@ def jobs(examples):
     """Everything in this file, for the tests; `start(workdir, config, **settings)`."""
 
     def start(
-        workdir, config="sft", *, wait_s=0.05, environment=None, label="", **settings
+        workdir,
+        config="sft",
+        *,
+        wait_s=0.05,
+        environment=None,
+        label="",
+        arguments=(),
+        **settings,
     ):
         files = {
             "data.sft": "" if config == "warmup" else examples / "examples.jsonl",
@@ -168,6 +184,7 @@ def jobs(examples):
             wait_s=wait_s,
             environment=environment,
             label=label,
+            arguments=arguments,
         )
 
     return SimpleNamespace(

@@ -2,8 +2,10 @@
 
 Waiting takes no computing. SLOW_TRAIN_S: seconds for each batch.
 SLOW_TRAIN_COMPILES=always: programs are compiled as a user's are.
+SLOW_TRAIN_SCRIPT=scripts.sweep: another command than train.py.
 """
 
+import importlib
 import os
 import sys
 import time
@@ -35,7 +37,7 @@ if COMPILES_ONCE:
 
     build.use_compilation_cache = lambda: None
 
-import train  # noqa: E402
+script = importlib.import_module(os.environ.get("SLOW_TRAIN_SCRIPT", "train"))
 
 if __name__ == "__main__":
-    command_line.run(train.main)
+    command_line.run(script.main)
