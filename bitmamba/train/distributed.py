@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,12 +26,14 @@ from bitmamba.config import Config
 from bitmamba.io.peers import of_jax
 from bitmamba.train.cluster import Place, find_place
 from bitmamba.train.layout import Layout
-from bitmamba.train.lost import Lookout
+from bitmamba.train.lost import Lookout, leave
+from bitmamba.train.relay import Relay
 from bitmamba.train.signals import StopSignal
 
 _ALL_RAISE_S = 8  # what all find wrong they find about together
 
 _lookouts: list[Lookout] = []
+_relays: list[Relay] = []
 
 
 def start(config: Config) -> None:
@@ -54,13 +57,14 @@ def start(config: Config) -> None:
     late.start()
     try:
         jax.distributed.initialize(
-            place.coordinator,
+            _way_to_first(place),
             num_processes=place.processes,
             process_id=place.process_id,
             cluster_detection_method="deactivate",
             initialization_timeout=cfg.start_timeout_s + 60,
-            # Ours come first, with a line that people understand.
-            heartbeat_timeout_seconds=round(cfg.lost_s) + 10,
+            # Ours come first, with a line that people understand: JAX gives up on
+            # process 0 after half of this, we after lost_s and a third.
+            heartbeat_timeout_seconds=round(4 * cfg.lost_s) + 10,
             shutdown_timeout_seconds=30,
             coordinator_bind_address=cfg.bind or place.coordinator,
         )
@@ -72,8 +76,26 @@ def start(config: Config) -> None:
         ) from None
     finally:
         late.cancel()
+    if _relays:
+        how = f"is gone: its connection at {place.coordinator} ended"
+        gone = partial(leave, 0, place.processes, how, workdir=config.workdir)
+        _relays[-1].watch(gone)
     _lookouts.append(Lookout(of_jax(), cfg.lost_s, config.workdir))
     _lookouts[-1].start()
+
+
+def _way_to_first(place: Place) -> str:
+    """The address that JAX is given: process 0's own, or that of a relay to it."""
+    # Certificates are of process 0's own name.
+    has_names = getattr(jax.config, "jax_mtls_cert_file", None)
+    if place.process_id == 0 or has_names:
+        return place.coordinator
+
+    # gRPC would ask the proxy of the environment for this machine's own port.
+    name = "no_grpc_proxy" if "no_grpc_proxy" in os.environ else "no_proxy"
+    os.environ[name] = f"{os.environ.get(name, '')},127.0.0.1".lstrip(",")
+    _relays.append(Relay(place.coordinator))
+    return _relays[-1].address
 
 
 def _not_met(place: Place, timeout_s: int) -> None:
@@ -98,6 +120,8 @@ def _not_met(place: Place, timeout_s: int) -> None:
 def finish() -> None:
     """Part from the others at the end of a run; waits for them a while."""
     if _lookouts:
+        if _relays:
+            _relays.pop().part()
         jax.distributed.shutdown()
         _lookouts.pop().stop()
 
