@@ -4,7 +4,7 @@
 
 Each run is a process of its own with an empty compilation cache of its own, and makes
 the same updates on the same data with the same evaluations as its arm; both sides draw
-no samples. A separate run also saves its checkpoint, which a sweep does not. Runs
+no samples. Each saves at its end. Runs
 follow one another: nothing else should use the machine. Losses after the last step are
 compared to the bit. With --out, the figures are written as JSON.
 """

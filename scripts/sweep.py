@@ -23,9 +23,9 @@ accelerator if it fits, gives the same bits and is faster, as measured at the st
 a CPU arms take turns.
 
 Shows a table with a verdict for each arm, what decided, and the command that trains the
-best one; leaves sweep.json and sweep.png in --out (default: <config.workdir>/sweep), and
-checkpoints: stopped or killed, the same command goes on from the last one, to the same
-bits. Other arms, data or settings are refused there: name another --out.
+best one; leaves sweep.json and sweep.png in --out (default: <config.workdir>/sweep),
+and checkpoints: stopped or killed, the same command goes on from the last one, to the
+same bits. Other arms, data or settings are refused there: name another --out.
 
 Exit codes: 0 done, 1 the last save failed, 2 the user's mistake, 3 every arm diverged,
 143 told to stop and saved (config.guard.stop_code).
