@@ -20,6 +20,7 @@ import tensorstore as ts
 from bitmamba.io import digests, quiet
 from bitmamba.io.json_file import read_json as _read_json
 from bitmamba.io.meta import MAX_BYTES
+from bitmamba.io.packed_index import check_index
 from bitmamba.io.tensors import check_fits
 
 _TREE_ITEMS = ("trainable", "opt_state", "params")
@@ -110,7 +111,12 @@ def read_tree(
 
 
 def _open(folder: Path, paths: Iterable[str]) -> dict[str, ts.TensorStore]:
-    """Open arrays of an item; the cache is new, so that the disk is read anew."""
+    """Open arrays of an item; the cache is new, so that the disk is read anew.
+
+    Raises:
+        ValueError: its index would take too much memory.
+    """
+    check_index(folder)
     context = ts.Context()
     base = {"driver": "file", "path": f"{folder}/"}
     opening = {}
@@ -122,12 +128,16 @@ def _open(folder: Path, paths: Iterable[str]) -> dict[str, ts.TensorStore]:
 
 
 def _check_metadata(path: str, array: ts.TensorStore, digest: str | None) -> None:
-    """Shape, dtype and chunks, before memory is taken for them."""
+    """Shape, dtype, packing and chunks, before memory is taken for them."""
     found = _leaf(array).spec
     if digest and not digests.is_key_spec(digest) and found != digests.spec_of(digest):
         raise ValueError(
             f"{path}: got {found}; expected {digests.spec_of(digest)} as saved"
         )
+    compressor = (array.codec.to_json() or {}).get("compressor") or {}
+    if compressor.get("id", "zstd") != "zstd":
+        # Blosc unpacks whole, up to 2 GiB, before it looks at the shape.
+        raise ValueError(f"{path}: packed by {compressor['id']}; expected zstd")
     chunk = array.chunk_layout.read_chunk.shape or ()
     if any(c > max(n, 1) for c, n in zip(chunk, array.shape, strict=False)):
         raise ValueError(f"{path}: got chunks {chunk} of a shape {array.shape}")
