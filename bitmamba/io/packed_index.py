@@ -23,10 +23,14 @@ def check_index(folder: Path) -> None:
     """Refuse an item whose index may unpack to far more than it takes on disk.
 
     Raises:
-        ValueError: one line with the file that goes too far.
+        ValueError: one line with the file that goes too far, or a link to a folder.
     """
     total = 0
-    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+    for file in sorted(folder.rglob("*")):
+        if file.is_symlink() and file.is_dir():  # is not looked into from here
+            raise ValueError(f"{file.name}: a link to a folder; expected the folder")
+        if not file.is_file():
+            continue
         about = file.stat()
         total += _unpacked(str(file), about.st_ino, about.st_size, about.st_mtime_ns)
         if total > MAX_BYTES:

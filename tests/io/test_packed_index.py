@@ -79,6 +79,15 @@ def test_an_index_that_unpacks_to_much_is_refused_before_it_does(step, grown):
     assert grown() < 300
 
 
+def test_a_link_to_a_folder_hides_nothing(step):
+    folder = step / "trainable" / "d"
+    folder.rename(step / "elsewhere")
+    folder.symlink_to(step / "elsewhere")
+
+    with pytest.raises(ValueError, match="trainable: d: a link to a folder; expected"):
+        load.load_params(step.parent)
+
+
 def test_a_real_node_with_large_values_is_found(tmp_path):
     # The limits are settings of the file, for whoever makes it.
     limits = {"max_inline_value_bytes": 2**20, "max_decoded_node_bytes": 2**30}
