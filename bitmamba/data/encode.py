@@ -38,7 +38,9 @@ def encode_examples(
     Returns:
         For each row its document, or why it has none.
     """
-    rows = [_segments(e, template, thought=thought) for e in examples]
+    rows = [
+        _fitting(_segments(e, template, thought=thought), tokenizer) for e in examples
+    ]
     flat = [s for row in rows if not isinstance(row, Refused) for s in row]
     ids = iter(_encode_segments(flat, tokenizer))
     made: list[Encoded | Refused] = []
@@ -56,7 +58,8 @@ def encode_examples(
 def encode_prompt(segments: Sequence[Segment], tokenizer: DataTokenizer) -> list[int]:
     """Tokens of an unfinished document, to be continued by a model."""
     ids = [i for part in _encode_segments(segments, tokenizer) for i in part]
-    return _with_one_bos(ids, [0.0] * len(ids), tokenizer)[0]
+    whole = np.asarray(ids, np.int32)
+    return _with_one_bos(whole, np.zeros(len(ids), np.float32), tokenizer)[0].tolist()
 
 
 def _segments(
@@ -75,11 +78,22 @@ def _segments(
         return refused
 
 
+def _fitting(
+    segments: list[Segment] | Refused, tokenizer: DataTokenizer
+) -> list[Segment] | Refused:
+    """The segments, or why one of them would take too much memory."""
+    if not isinstance(segments, Refused):
+        for segment in segments:
+            if reason := tokenizer.too_long(segment.text):
+                return Refused("too long to encode at once", reason)
+    return segments
+
+
 def _encode_segments(
     segments: Sequence[Segment], tokenizer: DataTokenizer
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     """Markup and content apart, each in one batch."""
-    made: list[list[int]] = [[tokenizer.eot_id] if s.end else [] for s in segments]
+    made: list[Sequence[int]] = [[tokenizer.eot_id] if s.end else [] for s in segments]
     for markup, encode in (
         (True, tokenizer.encode_markup),
         (False, tokenizer.encode_content),
@@ -92,30 +106,37 @@ def _encode_segments(
 
 
 def _document(
-    parts: list[tuple[list[int], bool]], example: Example, tokenizer: DataTokenizer
+    parts: list[tuple[Sequence[int], bool]], example: Example, tokenizer: DataTokenizer
 ) -> Encoded:
     """One BOS at most, and an end-of-text to learn from after a last answer."""
-    ids = [i for part, _ in parts for i in part]
-    mask = [float(trained) for part, trained in parts for _ in part]
+    # Arrays: a long text has millions of tokens.
+    arrays = [np.asarray(part, np.int32) for part, _ in parts]
+    ids = np.concatenate([np.empty(0, np.int32), *arrays])
+    mask = np.repeat(
+        np.asarray([trained for _, trained in parts], np.float32),
+        [len(part) for part, _ in parts],
+    )
     last = example.messages[-1] if example.messages else None
     if last and last.role == "assistant" and last.trained:
-        if not ids or ids[-1] != tokenizer.eot_id:
-            ids.append(tokenizer.eot_id)
-            mask.append(1.0)
-        mask[-1] = 1.0
+        if not len(ids) or ids[-1] != tokenizer.eot_id:
+            ids = np.append(ids, np.int32(tokenizer.eot_id))
+            mask = np.append(mask, np.float32(1))
+        mask[-1] = 1
     ids, mask = _with_one_bos(ids, mask, tokenizer)
     return _encoded(ids, mask, example.weight)
 
 
 def _with_one_bos(
-    ids: list[int], mask: list[float], tokenizer: DataTokenizer
-) -> tuple[list[int], list[float]]:
+    ids: np.ndarray, mask: np.ndarray, tokenizer: DataTokenizer
+) -> tuple[np.ndarray, np.ndarray]:
     """Exactly one beginning-of-text, untrained, if the tokenizer puts one."""
     bos = tokenizer.bos_id
     if bos is None:
         return ids, mask
-    leading = next((i for i, token in enumerate(ids) if token != bos), len(ids))
-    return [bos, *ids[leading:]], [0.0, *mask[leading:]]
+    others = np.flatnonzero(ids != bos)
+    leading = others[0] if others.size else len(ids)
+    begun = np.append(np.int32(bos), ids[leading:])
+    return begun, np.append(np.float32(0), mask[leading:])
 
 
 def _encoded(ids: Sequence[int], mask: Sequence[float], weight: float) -> Encoded:

@@ -8,12 +8,14 @@ Neither adds anything at the beginning or the end.
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bitmamba.assets_path import must_exist
-from bitmamba.io import tokenizer_file
+from bitmamba.io import pieces, tokenizer_file
 
 END_OF_TEXT = (
     "<|endoftext|>",
@@ -43,7 +45,8 @@ class JsonTokenizer:
 
     def __init__(self, data: bytes, *, where: str):
         self._where = where
-        self._markup, self._content, added = tokenizer_file.load(data, where=where)
+        loaded = tokenizer_file.load(data, where=where)
+        self._markup, self._content, added, self._cut = loaded
         self._content.encode_special_tokens = True
 
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
@@ -72,16 +75,52 @@ class JsonTokenizer:
         with tokenizer_file.one_sentence(self._where):
             return self._markup.encode(text, add_special_tokens=False).ids
 
-    def encode_markup(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_markup(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return self._encode_batch(self._markup, texts)
 
-    def encode_content(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_content(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return self._encode_batch(self._content, texts)
 
-    def _encode_batch(self, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-        with tokenizer_file.one_sentence(self._where):
-            batch = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in batch]
+    def too_long(self, text: str) -> str:
+        """Why a text cannot be encoded in bounded memory; "" if it can."""
+        try:
+            for _ in pieces.pieces(text, cut=self._cut):
+                pass
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _encode_batch(
+        self, tokenizer: Any, texts: Sequence[str]
+    ) -> list[Sequence[int]]:
+        """Some of the texts at a time, long ones in pieces: see `pieces`."""
+        made: list[list[Sequence[int]]] = [[] for _ in texts]
+        for group in self._groups(texts):
+            with tokenizer_file.one_sentence(self._where):
+                batch = tokenizer.encode_batch_fast(
+                    [piece for _, piece in group], add_special_tokens=False
+                )
+            for (i, _), encoding in zip(group, batch, strict=True):
+                made[i].append(encoding.ids)
+                if len(texts[i]) > pieces.PIECE:
+                    made[i][-1] = np.asarray(made[i][-1], np.int32)
+        return [
+            parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in made
+        ]
+
+    def _groups(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+        """(number of the text, piece of it), as many as are encoded together."""
+        group: list[tuple[int, str]] = []
+        size = 0
+        for i, text in enumerate(texts):
+            for piece in pieces.pieces(text, cut=self._cut):
+                if group and size + len(piece) > pieces.MOST:
+                    yield group
+                    group, size = [], 0
+                group.append((i, piece))
+                size += len(piece)
+        if group:
+            yield group
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are written out, so that nothing is hidden."""
@@ -116,10 +155,14 @@ class ByteTokenizer:
             ids += self._bytes(part) if special is None else [special]
         return ids
 
-    def encode_markup(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_markup(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_content(self, texts: Sequence[str]) -> list[list[int]]:
+    def too_long(self, text: str) -> str:
+        """As for a JsonTokenizer; bytes take little memory."""
+        return ""
+
+    def encode_content(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [self._bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:

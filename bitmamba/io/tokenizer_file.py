@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from bitmamba.io.json_file import parse_json
+from bitmamba.io.pieces import can_be_cut
 
 MAX_BYTES = 128 * 2**20
 # How far replacements may lengthen a text, one after another.
 MAX_GROWTH = 1024
 
 
-def load(data: bytes, *, where: str) -> tuple[Any, Any, list[str]]:
-    """Two equal tokenizers, and the contents of their special tokens.
+def load(data: bytes, *, where: str) -> tuple[Any, Any, list[str], bool]:
+    """Two equal tokenizers, the contents of their special tokens, `can_be_cut`.
 
     Raises:
         ValueError: one line: not a tokenizer.json, or one that cannot be trusted with
@@ -40,6 +41,7 @@ def load(data: bytes, *, where: str) -> tuple[Any, Any, list[str]]:
         vocabulary = pair[0].get_vocab(with_added_tokens=True)
         special = [t["content"] for t in added if t["special"]]
         special = [content for content in special if content in vocabulary]
+        cut = can_be_cut(described)
     for one in pair:
         # Files in circulation carry the settings of their last use.
         one.no_truncation()
@@ -56,7 +58,7 @@ def load(data: bytes, *, where: str) -> tuple[Any, Any, list[str]]:
             f"{where}: its replacements may lengthen a text more than "
             f"{MAX_GROWTH}-fold; expected fewer, or shorter ones"
         )
-    return *pair, special
+    return *pair, special, cut
 
 
 @contextlib.contextmanager

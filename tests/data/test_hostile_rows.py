@@ -179,6 +179,22 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_named_by_its_line(build):
         build([PAIR, {"text": "§"}, PAIR], tokenizer=Picky())
 
 
+class Short(ByteTokenizer):
+    """As a tokenizer.json whose long texts cannot be cut."""
+
+    def too_long(self, text):
+        return "a text of 9 bytes; split it" if len(text) == 9 else ""
+
+
+def test_a_text_too_long_to_encode_is_a_refused_row(build):
+    rows = [PAIR, {"prompt": "q", "completion": "123456789"}, *[PAIR] * 8]
+
+    shown = "\n".join(build(rows, tokenizer=Short()).account.lines())
+
+    assert "too long to encode at once" in shown
+    assert "sft.jsonl:2: a text of 9 bytes; split it" in shown
+
+
 def test_too_many_categories_name_the_file(build, monkeypatch):
     monkeypatch.setattr(loading, "MAX_CATEGORIES", 3)
 
