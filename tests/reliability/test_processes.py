@@ -94,6 +94,44 @@ def test_two_one_and_two_processes_are_one_run(jobs, unbroken, tmp_path):
     assert jobs.final(workdir, STEPS) == jobs.final(unbroken, STEPS)
 
 
+@pytest.mark.slow
+def test_four_processes_are_one_run_and_one_that_is_told_stops_all(
+    jobs, unbroken, tmp_path
+):
+    workdir = tmp_path / "run"
+    first = together(jobs, workdir, 4, wait_s=0.3)
+    first[0].wait_for(jobs.is_at(2))
+
+    first[2].process.send_signal(signal.SIGTERM)
+    codes, shown = ends(first)
+
+    assert codes == [143] * 4, shown
+    assert "SIGTERM: saved step" in first[0].shown
+    done = max(row["step"] for row in jobs.rows(workdir))
+    assert 2 <= done < STEPS - 2
+
+    codes, shown = ends(together(jobs, workdir, 4, wait_s=0))
+    assert codes == [0] * 4, shown
+    assert jobs.final(workdir, STEPS) == jobs.final(unbroken, STEPS)
+
+
+@pytest.mark.slow
+def test_the_loss_of_one_of_four_processes_is_told_by_the_others(jobs, tmp_path):
+    workdir = tmp_path / "run"
+    processes = together(jobs, workdir, 4, wait_s=0.3)
+    processes[0].wait_for(jobs.is_at(5))
+
+    processes[0].send(signal.SIGKILL)
+    before = time.monotonic()
+    codes = [process.end() for process in processes[1:]]
+
+    assert time.monotonic() - before <= 30
+    assert codes == [1] * 3
+    for process in processes[1:]:
+        (line,) = [x for x in process.shown.splitlines() if "error:" in x]
+        assert line.startswith("error: process 0 of 4 is gone: ")
+
+
 LOST = {
     "killed 1": (1, signal.SIGKILL, "process 1 of 2"),
     "killed 0": (0, signal.SIGKILL, "process 0 of 2 is gone: "),
