@@ -67,13 +67,14 @@ def test_a_sweep_killed_in_a_save_ends_as_if_it_was_not(jobs, unbroken, tmp_path
     assert [bool(arm["diverged"]) for arm in found["arms"]] == [False, False, True]
     workdir = tmp_path / "run"
 
-    job = start(jobs, workdir, *ARMS)
-    job.wait_for(lambda job: steps_shown(job) >= 6 and saves(job))
+    job = start(jobs, workdir, *ARMS, wait_s=0.15)
+    # Any save but the first, or the moment after it: the last one is far.
+    job.wait_for(lambda job: 4 <= steps_shown(job) <= 10 and saves(job))
     job.send(signal.SIGKILL)
 
     job = start(jobs, workdir, *ARMS, wait_s=0)
     assert job.end() == 0, job.shown
-    assert f"resuming at step 3 of {STEPS}" in job.shown
+    assert "resuming at step " in job.shown
     assert final(workdir) == unbroken
 
 
