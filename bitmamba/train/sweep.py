@@ -12,6 +12,7 @@ from bitmamba.config import MeshConfig
 from bitmamba.data import DataBundle
 from bitmamba.io.checkpoint import Restored
 from bitmamba.io.digests import tree_digests
+from bitmamba.io.workdir import check_links
 from bitmamba.optim import hyper
 from bitmamba.paths import flatten
 from bitmamba.report import units
@@ -55,7 +56,8 @@ def run(
     Raises:
         ValueError: nothing to evaluate on; several devices; a list that changes
             nothing; the memory budget is too small; the base does not fit the model;
-            the checkpoints are of other arms, data or settings.
+            the checkpoints are of other arms, data or settings; a link in `out` leads
+            out of it.
     """
     with StopSignal(at_once=arms[0].config.guard.stop_code):
         ready = _prepare(arms, data, how=how, limits=limits, out=out, command=command)
@@ -82,6 +84,7 @@ def _prepare(
             "config.mesh: got several devices in a sweep; expected one (data 1 x fsdp "
             "1): its arms share one device; start a run for each arm instead"
         )
+    check_links(out)
     build.use_compilation_cache()
     plans = _plans(arms, data)
     checkpointer = sweep_resume.make_checkpointer(
@@ -144,11 +147,11 @@ def _group(arms, numbers, parts, compiled, own, held, found) -> Group:
     config = arms[numbers[0]].config
     trainable, held = restore.first_values(config, parts, own, held)
     helds = {i: held._replace(hyper=hyper(arms[i].config.optim)) for i in numbers}
-    states = sweep_groups.first_states(parts, trainable, numbers)
-    if found is not None:
-        # One that was stopped keeps its first: arms that step together need a state.
-        alive = set(found.meta["extra"]["alive"]) & set(numbers)
-        states |= {i: sweep_resume.state_of(found, i) for i in alive}
+    alive = set(found.meta["extra"]["alive"]) if found else set()
+    # One that was stopped begins again, unseen: arms that step together need a state.
+    states = sweep_groups.first_states(parts, trainable, set(numbers) - alive)
+    states |= {i: sweep_resume.state_of(found, i) for i in alive & set(numbers)}
+    states = {i: states[i] for i in numbers}
     return Group(numbers, parts, compiled, compiled.make(states, helds), helds)
 
 
