@@ -83,7 +83,7 @@ def whole(tokenizer, text, *, markup):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("markup", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=60))
 def test_pieces_have_the_tokens_of_the_whole(name, markup, parts):
     tokenizer, text = TOKENIZERS[name], "".join(parts)
