@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-LITTLE_EFFORT = "--xla_backend_optimization_level=0"
+LITTLE_EFFORT = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if not IS_WORKER:  # workers inherit it
@@ -48,7 +50,10 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def users_level():
     """compiler_options that make what a user's process makes."""
-    return {"xla_backend_optimization_level": 3}
+    return {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
 
 
 @pytest.fixture(scope="module")
