@@ -46,6 +46,15 @@ def _compiled_once(programs_compiled_once):
     """For all files here."""
 
 
+def config_flags(workdir, config, settings):
+    """Of a command line."""
+    return [
+        f"--config={ROOT}/configs/{config}.py",
+        f"--config.workdir={workdir}",
+        *(f"--config.{k}={'' if v is None else v}" for k, v in settings.items()),
+    ]
+
+
 class Job:
     """A run of slow_train.py in a work directory; what it prints is in `shown`."""
 
@@ -61,7 +70,6 @@ class Job:
         arguments=(),
     ):
         self.workdir = Path(workdir)
-        flags = [f"--config.{k}={'' if v is None else v}" for k, v in settings.items()]
         self.workdir.parent.mkdir(parents=True, exist_ok=True)
         self._out = self.workdir.with_name(f"{self.workdir.name}{label}.out")
         with self._out.open("w") as out:
@@ -69,9 +77,7 @@ class Job:
                 [
                     sys.executable,
                     str(HERE / "slow_train.py"),
-                    f"--config={ROOT}/configs/{config}.py",
-                    f"--config.workdir={self.workdir}",
-                    *flags,
+                    *config_flags(self.workdir, config, settings),
                     *arguments,
                 ],
                 cwd=ROOT,
@@ -157,7 +163,26 @@ def examples(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def jobs(examples):
-    """Everything in this file, for the tests; `start(workdir, config, **settings)`."""
+    """Everything in this file, for the tests; `start(workdir, config, **settings)`.
+
+    `flags` of the same are those of its command line, for a run in this process.
+    """
+
+    def merged(config, settings):
+        files = {
+            "data.sft": "" if config == "warmup" else examples / "examples.jsonl",
+            "data.replay": examples / "text.jsonl" if config == "warmup" else "",
+            "data.heldout_replay": "",
+            "checkpoint.init_from": None,
+        }
+        return {
+            **SMALL,
+            **files,
+            **{k.replace("__", "."): v for k, v in settings.items()},
+        }
+
+    def flags(workdir, config="sft", **settings):
+        return config_flags(workdir, config, merged(config, settings))
 
     def start(
         workdir,
@@ -169,18 +194,10 @@ def jobs(examples):
         arguments=(),
         **settings,
     ):
-        files = {
-            "data.sft": "" if config == "warmup" else examples / "examples.jsonl",
-            "data.replay": examples / "text.jsonl" if config == "warmup" else "",
-            "data.heldout_replay": "",
-            "checkpoint.init_from": None,
-        }
-        settings = {k.replace("__", "."): v for k, v in settings.items()}
-        merged = {**SMALL, **files, **settings}
         return Job(
             workdir,
             config,
-            merged,
+            merged(config, settings),
             wait_s=wait_s,
             environment=environment,
             label=label,
@@ -189,6 +206,7 @@ def jobs(examples):
 
     return SimpleNamespace(
         start=start,
+        flags=flags,
         rows=rows,
         is_at=is_at,
         compiles=compiles,

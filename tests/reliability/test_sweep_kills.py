@@ -3,11 +3,18 @@
 import json
 import random
 import signal
+import sys
 import time
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from bitmamba.io.load import load_trainable
+from bitmamba.train import sweep
+from bitmamba.train.arms import make_arms
+from bitmamba.train.divergence import Limits
+from bitmamba.train.start import read_config, read_data
 
 STEPS = 12
 RUN = {
@@ -19,7 +26,7 @@ RUN = {
     "loss__tmkl": 0.0,
 }
 # The highest rate's updates are infinite: its arms are dropped at step 3.
-ARMS = ("--lr=1e-3,1e-2,1e30",)
+LRS = ("1e-3", "1e-2", "1e30")
 pytestmark = pytest.mark.xdist_group("sweep kills")
 
 
@@ -53,29 +60,41 @@ def steps_shown(job):
     return job.shown.count(f"/{STEPS}  ")
 
 
-@pytest.fixture(scope="module")
-def unbroken(jobs, tmp_path_factory):
-    """What a sweep leaves that nothing happened to."""
-    workdir = tmp_path_factory.mktemp("sweeps") / "unbroken"
-    job = start(jobs, workdir, *ARMS, wait_s=0)
-    assert job.end() == 0, job.shown
+def run_here(jobs, workdir):
+    """The same sweep in this process: only what is killed needs one of its own."""
+    values = flags.FlagValues()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["sweep", *jobs.flags(workdir, "lora", **RUN)])
+        config_flags.DEFINE_config_file("config", flag_values=values)
+        values(sys.argv)
+    config = read_config(values.config)
+    code = sweep.run(
+        make_arms(config, lr=LRS),
+        read_data(config),
+        how="auto",
+        limits=Limits(),
+        out=workdir / "sweep",
+        command=lambda arm: "",
+    )()
+    assert code == 0
     return final(workdir)
 
 
-def test_a_sweep_killed_in_a_save_ends_as_if_it_was_not(jobs, unbroken, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_a_sweep_killed_in_a_save_ends_as_if_it_was_not(jobs, tmp_path, capsys):
+    unbroken = run_here(jobs, tmp_path / "unbroken")
     found = unbroken[0]
     assert [bool(arm["diverged"]) for arm in found["arms"]] == [False, False, True]
     workdir = tmp_path / "run"
 
-    job = start(jobs, workdir, *ARMS, wait_s=0.15)
+    job = start(jobs, workdir, f"--lr={','.join(LRS)}", wait_s=0.15)
     # Any save but the first, or the moment after it: the last one is far.
     job.wait_for(lambda job: 4 <= steps_shown(job) <= 10 and saves(job))
     job.send(signal.SIGKILL)
 
-    job = start(jobs, workdir, *ARMS, wait_s=0)
-    assert job.end() == 0, job.shown
-    assert "resuming at step " in job.shown
-    assert final(workdir) == unbroken
+    capsys.readouterr()
+    assert run_here(jobs, workdir) == unbroken
+    assert "resuming at step " in capsys.readouterr().out
 
 
 @pytest.mark.slow
