@@ -135,6 +135,21 @@ def test_a_sweep_that_is_done_is_shown_again(done, unbroken, tmp_path, capsys):
     assert "best: " in shown
 
 
+def test_a_damaged_step_is_told_and_the_sweep_goes_on_from_the_one_before(
+    done, unbroken, tmp_path, caplog
+):
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS) / "opt_state")
+    data = Data()
+
+    assert done(data)[0] == 0
+
+    assert data.read == 1
+    assert ends(tmp_path) == ends(unbroken["in_turn"])
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert f"step {STEPS}: opt_state: " in line
+    assert line.endswith("trying step 3")
+
+
 def test_other_arms_data_and_settings_are_refused_by_name(done):
     def refused(match, *arguments, **settings):
         with pytest.raises(ValueError, match=match) as error:
