@@ -11,6 +11,7 @@ from bitmamba.data import DataBundle, TokenCache, build_data
 from bitmamba.io.tokenizer import load_tokenizer
 from bitmamba.io.workdir import check_links
 from bitmamba.train.cluster import find_place
+from bitmamba.train.signals import StopSignal
 
 
 def read_config(config_dict: Any) -> Config:
@@ -40,16 +41,18 @@ def read_data(config: Config) -> DataBundle:
         ValueError: a file, a row or the whole data set cannot be trained on.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
-    return build_data(
-        config.data,
-        tokenizer,
-        vocab_size=config.model.vocab_size,
-        steps=config.train.steps,
-        batch_size=config.train.batch_size,
-        accumulation=config.train.accumulation,
-        max_eval_windows=config.eval.max_windows,
-        cache=_token_cache(config),
-    )
+    # Large text is tokenised first, which may take hours.
+    with StopSignal(at_once=config.guard.stop_code):
+        return build_data(
+            config.data,
+            tokenizer,
+            vocab_size=config.model.vocab_size,
+            steps=config.train.steps,
+            batch_size=config.train.batch_size,
+            accumulation=config.train.accumulation,
+            max_eval_windows=config.eval.max_windows,
+            cache=_token_cache(config),
+        )
 
 
 def _token_cache(config: Config) -> TokenCache:

@@ -18,7 +18,9 @@ from bitmamba.data.records import Line, parse_line, text_line, too_long
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 MAX_GROUP_BYTES = 2**28
 # Of Riegeli's files, which these are: blocks of 64 KiB, each with a header; between
-# those the chunks lie end to end, each after a header of five 64-bit numbers.
+# those the chunks lie end to end, each after a header of five 64-bit numbers. A chunk
+# has at least as many bytes as records, block headers counted.
+# (github.com/google/riegeli, doc/riegeli_records_file_format.md)
 _BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 2**16, 24, 40
 _JSON_SEEN = 16  # records looked at, to tell rows from text
 
@@ -87,19 +89,31 @@ def check_groups(path: Path) -> None:
             header = _read(file, at, _CHUNK_HEADER)
             if len(header) < _CHUNK_HEADER:
                 return  # cut short: the library will say so
-            _, n_bytes, _, _, unpacked = struct.unpack("<5Q", header)
+            _, n_bytes, _, kind_and_n, unpacked = struct.unpack("<5Q", header)
             if unpacked > MAX_GROUP_BYTES:
                 raise ValueError(
                     f"{path}: damaged, or a group of records of {unpacked:,} bytes; "
                     f"expected at most {MAX_GROUP_BYTES:,}; write it with a smaller "
                     "group_size"
                 )
-            at += _CHUNK_HEADER + n_bytes
+            least = _begin(at) + (kind_and_n >> 8)
+            at = max(at + _CHUNK_HEADER + n_bytes, _without_headers(least))
 
 
 def _physical(at: int) -> int:
     block, inside = divmod(at, _BLOCK - _BLOCK_HEADER)
     return block * _BLOCK + _BLOCK_HEADER + inside
+
+
+def _begin(at: int) -> int:
+    """Where a chunk begins: before the block header, if one is there."""
+    at = _physical(at)
+    return at - _BLOCK_HEADER if at % _BLOCK == _BLOCK_HEADER else at
+
+
+def _without_headers(at: int) -> int:
+    block, inside = divmod(at, _BLOCK)
+    return block * (_BLOCK - _BLOCK_HEADER) + max(0, inside - _BLOCK_HEADER)
 
 
 def _read(file, at: int, n: int) -> bytes:
