@@ -6,7 +6,7 @@ Writes ArrayRecord shards of words in a random order (from a seed, so the same a
 then runs train.py on them twice, each in a process of its own: the first tokenises all,
 the second finds the cache. Shows the largest resident memory of each phase: reading and
 tokenising, making the plan, and all of it with JAX, the step and its compilation; and
-that of the same run on the bundled text, for what the model itself takes.
+those of the same run on the bundled text, for what the model itself takes.
 """
 
 import json
@@ -26,7 +26,7 @@ from bitmamba.assets_path import resolve
 _GIGABYTES = flags.DEFINE_float("gigabytes", 2.0, "Of text, in 10^9 bytes.", 0.001)
 _SHARDS = flags.DEFINE_integer("shards", 8, "Files.", 1)
 _OUT = flags.DEFINE_string("out", "runs/large_replay", "Folder for all of it.")
-_STEPS = flags.DEFINE_integer("steps", 4, "Of training.", 1)
+_STEPS = flags.DEFINE_integer("steps", 20, "Of training.", 1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the text.")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +77,7 @@ def main() -> None:
     print(f"{size / 1e9:.2f} GB of text in {_SHARDS.value} shards", flush=True)
     pattern = f"--config.data.replay={corpus}/*.array_record"
     _report("bundled text", [], out / "bundled")
+    _report("bundled text, compiled before", [], out / "bundled_again")
     _report("tokenised", [pattern], out / "first")
     _report("from the cache", [pattern], out / "second")
 
@@ -113,6 +114,9 @@ def _report(title: str, settings: list[str], workdir: Path) -> None:
         "--config=configs/warmup.py",
         f"--config.workdir={workdir}",
         f"--config.train.steps={_STEPS.value}",
+        # The model's own memory should not hide that of the data.
+        "--config.data.window=256",
+        "--config.train.batch_size=2",
         "--config.eval.prompts=()",
         *settings,
     ]

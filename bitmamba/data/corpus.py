@@ -69,7 +69,7 @@ class Corpus:
         try:
             return file.read(start, stop), file.weights(start, stop)
         except DamagedTokens as damage:
-            file.path.unlink(missing_ok=True)
+            file.remove()
             raise DamagedTokens(
                 f"data.token_cache: {damage}; removed: start again, with the same "
                 "command, and it is made anew"

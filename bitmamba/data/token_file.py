@@ -7,6 +7,7 @@ read. The small arrays are verified when a file is opened. Tokens are not read t
 each 16 KiB of them has a checksum, which is verified whenever some of it is read.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -127,6 +128,13 @@ class TokenFile:
         if not self.has_weights:
             return np.ones(stop - start, np.float32)
         return self._checked("weights", start, stop)
+
+    def remove(self) -> None:
+        """Out of the cache, unless another lies there by now."""
+        mine = os.fstat(_opened(self.path, self._serial).number)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(mine, self.path.stat()):
+                self.path.unlink()
 
     def _read_meta(self) -> dict[str, Any]:
         size = os.fstat(_opened(self.path, self._serial).number).st_size
