@@ -101,23 +101,25 @@ class _Work:
     def __init__(self, shards: Sequence[Shard], make: Make, cache: TokenCache):
         self._shards, self._make, self._cache = shards, make, cache
         self._ready: dict[Shard, TokenFile] = {}
-        self._made = 0
+        # How many this process has to make is known once it has looked.
+        self._progress = _Progress(0, cache)
 
     def done(self) -> list[TokenFile]:
-        n = len(self._shards)
         left = [shard for shard in self._shards if not self._look(shard)]
-        size = sum(shard.source.stat().st_size for shard in left)
-        more = f", {len(left):,} to make ({_size(size)})" if left else ""
-        self._show(f"tokens of {n:,} shards: {n - len(left):,} from the cache{more}")
-        self._progress = _Progress(left, self._cache)
-        index, count = self._cache.index, self._cache.count
-        for number, shard in enumerate(self._shards):
-            if number % count == index and shard in left:
+        what = f"tokens of {len(self._shards):,} shards:"
+        there = f"{what} {len(self._shards) - len(left):,} from the cache"
+        if not left:
+            self._show(there)
+        else:
+            size = _size(sum(shard.source.stat().st_size for shard in left))
+            by = f" by {self._cache.count} processes" if self._cache.count > 1 else ""
+            self._show(f"{there}, {len(left):,} to make{by} ({size})")
+            mine = self._shards[self._cache.index :: self._cache.count]
+            self._progress = _Progress(len({*mine}.intersection(left)), self._cache)
+            for shard in mine:
                 self._settle(shard)
-        self._wait(left)
-        if left:
-            others = " by all processes" if count > 1 else ""
-            self._show(f"tokens of {n:,} shards: all there; {len(left):,} made{others}")
+            self._wait(left)
+            self._show(f"{what} all there")
         return [self._ready[shard] for shard in self._shards]
 
     def _show(self, line: str) -> None:
@@ -176,7 +178,7 @@ class _Work:
                 f"data.token_cache: {shard.file} is not what was written; expected a "
                 "folder that keeps files; set config.data.token_cache"
             )
-        self._progress.finished(shard)
+        self._progress.finished()
 
     def _wait(self, left: Sequence[Shard]) -> None:
         """Until the others' shards are there; those of a lost process are made here."""
@@ -213,9 +215,8 @@ class _Work:
 class _Progress:
     """Touches the file at work, and shows how far this process is."""
 
-    def __init__(self, left: Sequence[Shard], cache: TokenCache):
-        self._total = len(left[cache.index :: cache.count]) if left else 0
-        self._show, self._part = cache.show, None
+    def __init__(self, total: int, cache: TokenCache):
+        self._total, self._show, self._part = total, cache.show, None
         self._begin = self._touched = self._shown = time.monotonic()
         self._text = self._finished = 0
 
@@ -244,7 +245,7 @@ class _Progress:
                 f"{_size(self._text)} of text at {_size(rate)} a second"
             )
 
-    def finished(self, shard: Shard) -> None:
+    def finished(self) -> None:
         self._finished += 1
 
 

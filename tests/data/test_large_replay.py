@@ -359,7 +359,7 @@ def test_documents_over_many_blocks_and_files(large, write_records, tmp_path):
 
 
 def test_processes_share_the_shards(large, three_shards, tmp_path, shown):
-    """Each makes its own; the second waits for what the first makes."""
+    """Each makes its own, then waits for what the other makes."""
     from threading import Thread
 
     made = {}
