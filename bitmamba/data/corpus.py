@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bitmamba.data.token_file import DamagedTokens, TokenFile
+from bitmamba.data.token_file import DamagedTokensError, TokenFile
 
 
 class Corpus:
@@ -61,16 +61,16 @@ class Corpus:
         """Tokens first … end of a document, and their float32 loss weights.
 
         Raises:
-            DamagedTokens: the cache is damaged; the file is removed from it.
+            DamagedTokensError: the cache is damaged; the file is removed from it.
         """
         index = int(np.searchsorted(self._first, document, side="right")) - 1
         file, base = self._files[index], int(self._starts[document])
         start, stop = base + int(first), base + int(end)
         try:
             return file.read(start, stop), file.weights(start, stop)
-        except DamagedTokens as damage:
+        except DamagedTokensError as damage:
             file.remove()
-            raise DamagedTokens(
+            raise DamagedTokensError(
                 f"data.token_cache: {damage}; removed: start again, with the same "
                 "command, and it is made anew"
             ) from None

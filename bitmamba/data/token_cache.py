@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bitmamba.data.token_file import DamagedTokens, TokenFile
+from bitmamba.data.token_file import DamagedTokensError, TokenFile
 
 _TOUCHED_S, _SHOWN_S = 5, 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -267,7 +267,7 @@ def _open(shard: Shard, tell: Callable[[str], None] | None = None) -> TokenFile 
         return TokenFile(shard.file)
     except FileNotFoundError:
         return None
-    except DamagedTokens as damage:
+    except DamagedTokensError as damage:
         if tell:
             tell(f"data.token_cache: {damage}; made anew")
         return None
@@ -282,7 +282,7 @@ def _read_memo(shard: Shard) -> dict:
 
 
 def _write_memo(shard: Shard, found: dict) -> None:
-    part = shard.memo.with_suffix(f".seen.{socket.gethostname()}-{os.getpid()}")
+    part = shard.memo.with_suffix(f".seen.{socket.gethostname()}-{os.getpid()}.part")
     part.write_text(json.dumps(found))
     os.replace(part, shard.memo)
 

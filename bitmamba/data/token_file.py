@@ -56,7 +56,7 @@ def _opened(path: Path, serial: int) -> _Opened:
     return _Opened(path)
 
 
-class DamagedTokens(ValueError):
+class DamagedTokensError(ValueError):
     """A file of the cache is not what was written."""
 
 
@@ -67,7 +67,7 @@ class TokenFile:
         path: the file.
 
     Raises:
-        DamagedTokens: not such a file, or not as it was written.
+        DamagedTokensError: not such a file, or not as it was written.
         OSError: it cannot be read.
     """
 
@@ -77,10 +77,10 @@ class TokenFile:
         try:
             self.meta = self._read_meta()
             self._check_small()
-        except DamagedTokens:
+        except DamagedTokensError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedTokens(f"{path}: {error}") from None
+            raise DamagedTokensError(f"{path}: {error}") from None
 
     @property
     def n_tokens(self) -> int:
@@ -119,7 +119,7 @@ class TokenFile:
         """Tokens start … stop.
 
         Raises:
-            DamagedTokens: they are not what was written.
+            DamagedTokensError: they are not what was written.
         """
         return self._checked("tokens", start, stop)
 
@@ -195,7 +195,7 @@ class TokenFile:
         raw = memoryview(self._bytes(at + first * BLOCK, end - first * BLOCK))
         for i, expected in enumerate(self._checks[name][first:last].tolist()):
             if zlib.crc32(raw[i * BLOCK : (i + 1) * BLOCK]) != expected:
-                raise DamagedTokens(f"{self.path}: its {name} are damaged")
+                raise DamagedTokensError(f"{self.path}: its {name} are damaged")
         found = np.frombuffer(raw, dtype)
         shift = first * BLOCK // dtype.itemsize
         return found[start - shift : stop - shift]
@@ -207,7 +207,7 @@ class TokenFile:
         while len(made) < n:
             part = os.pread(file.number, n - len(made), at + len(made))
             if not part:
-                raise DamagedTokens(f"{self.path}: cut short")
+                raise DamagedTokensError(f"{self.path}: cut short")
             made += part
         return made
 

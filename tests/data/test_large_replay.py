@@ -1,5 +1,6 @@
 """Large replay text: the batches of the same texts in memory, from tokens on disk."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bitmamba.config import DataConfig
-from bitmamba.data import DamagedTokens, TokenCache, build_data
+from bitmamba.data import DamagedTokensError, TokenCache, build_data
 from bitmamba.data.corpus import Corpus
-from bitmamba.data.token_file import TokenFile
+from bitmamba.data.token_file import MARK, TAIL, TokenFile
 from bitmamba.io.tokenizer import ByteTokenizer
 
 TEXTS = [f"text {i} " + "xyz"[i % 3] * (7 * i % 400) for i in range(60)]
@@ -32,6 +35,7 @@ def large(write, tmp_path, shown):
     def large(
         *names,
         sft=(),
+        examples=None,
         heldout_replay=(),
         held=None,
         tokenizer=None,
@@ -41,8 +45,8 @@ def large(write, tmp_path, shown):
     ):
         cfg = {"window": 64, "heldout_share": 0.0, "balance": 1.0} | settings
         cfg |= {"replay": tuple(str(tmp_path / n) for n in names), "replay_share": 0.5}
-        if sft:
-            cfg["sft"] = (write(sft, "sft.json"),)
+        if sft or examples:
+            cfg["sft"] = (examples or write(sft, "sft.json"),)
         if heldout_replay or held:
             cfg["heldout_replay"] = (held or write(heldout_replay, "held.json"),)
         return build_data(
@@ -170,6 +174,18 @@ def test_held_out_text_may_be_shards_and_is_bounded(
         large("corpus/0.array_record", held=held)
 
 
+def test_examples_may_be_named_by_a_pattern(large, write, tmp_path):
+    write(EXAMPLES[:20], "e_a.jsonl")
+    write(EXAMPLES[20:], "e_b.jsonl")
+    write(rows_of(TEXTS), "t0.jsonl")
+
+    bundle = large("t*.jsonl", examples=str(tmp_path / "e_*.jsonl"))
+
+    assert bundle.categories == ("e_a", "e_b", "replay")
+    (file, _) = bundle.account.files
+    assert (file.files, file.trained) == (2, 30)
+
+
 def test_no_file_is_read_twice(large, three_shards):
     with pytest.raises(ValueError, match=r"1\.array_record\) is in data\.replay alr"):
         large("corpus/1.array_record", three_shards)
@@ -274,7 +290,7 @@ def test_a_damaged_cache_is_made_anew_or_stops_the_run(
     path.write_bytes(data)
 
     if where == "tokens":  # found where they are read
-        with pytest.raises(DamagedTokens, match="damaged; removed: start again"):
+        with pytest.raises(DamagedTokensError, match="damaged; removed: start again"):
             list(large(three_shards).batches())
         assert not path.exists()
     again = large(three_shards)
@@ -296,12 +312,37 @@ def test_any_flipped_bit_of_a_cached_file_is_found(large, three_shards, tmp_path
         data = bytearray(good)
         data[at] ^= 1 << int(rng.integers(8))
         path.write_bytes(data)
-        with pytest.raises(DamagedTokens):
+        with pytest.raises(DamagedTokensError):
             TokenFile(path).read(0, n)
         found += 1
     path.write_bytes(good)
     assert found == 60
     assert TokenFile(path).digest == digest
+
+
+@given(st.binary(max_size=300), st.sampled_from(["noise", "description", "counts"]))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_in_the_cache_are_refused_in_words(tmp_path_factory, data, kind):
+    """Noise, and descriptions whose own hash is right."""
+    path = tmp_path_factory.getbasetemp() / "any.tokens"
+    if kind != "noise":
+        if kind == "counts":
+            parts = [data[i : i + 8] for i in range(4)]
+            numbers = [int.from_bytes(part, "big", signed=True) for part in parts]
+            names = ("tokens", "weights", "documents", "checks")
+            counts = dict(zip(names, numbers, strict=True))
+            described = {"version": 1, "dtype": "<u2", "counts": counts, "sha256": {}}
+            data = data + json.dumps(described).encode()
+        raw = (
+            data[data.index(b'{"version"') :]
+            if kind == "counts"
+            else data[len(data) // 2 :]
+        )
+        data += TAIL.pack(hashlib.sha256(raw).digest(), len(raw), MARK)
+    path.write_bytes(data)
+
+    with pytest.raises(DamagedTokensError, match=r"any\.tokens: "):
+        TokenFile(path)
 
 
 def test_a_shard_that_changes_while_it_is_read_is_refused(

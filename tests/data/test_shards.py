@@ -6,6 +6,9 @@ import sys
 from collections import Counter
 
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bitmamba.config import DataConfig
 from bitmamba.data import shards
@@ -92,7 +95,7 @@ def test_any_flipped_bit_is_found_or_changes_nothing(write_records):
 def told(path):
     """What is said of a file that is refused."""
     try:
-        read(path)
+        assert all(line.row or line.refused for line in read(path))
     except ValueError as error:
         return str(error)
     return None
@@ -115,6 +118,26 @@ def test_a_group_too_large_for_memory_is_refused_before_it_is_unpacked(
     monkeypatch.setattr(array_record, "MAX_GROUP_BYTES", 90_000)
     with pytest.raises(ValueError, match=r"of 100,\d{3} bytes; .* smaller group_size"):
         read(path)
+
+
+@given(st.binary(max_size=2000), st.integers(0, 2**17), st.integers(0, 2**64 - 1))
+@settings(max_examples=80, deadline=None)
+def test_any_bytes_are_read_or_refused_in_a_line(tmp_path_factory, data, at, number):
+    path = tmp_path_factory.getbasetemp() / "any.array_record"
+    writer = ArrayRecordWriter(str(path), "group_size:2")
+    for text in TEXTS:
+        writer.write(text.encode())
+    writer.close()
+    whole = path.read_bytes()
+    # Pure noise, and noise or a huge number in a good file.
+    for changed in (
+        data,
+        whole[:at] + data + whole[at + len(data) :],
+        whole[:at] + number.to_bytes(8, "little") + whole[at + 8 :],
+    ):
+        path.write_bytes(changed)
+        said = told(path)
+        assert said is None or str(path) in said
 
 
 def test_a_pattern_finds_files_only_in_order(tmp_path):
