@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from bitmamba.data.corpus import Corpus
 from bitmamba.data.encode import Encoded
 from bitmamba.data.example import Example
 from bitmamba.data.loading import ALSO_HELD_OUT, SPLIT, Loader, check_trained
-from bitmamba.data.token_cache import Shard, TokenCache, fill, shard_of
+from bitmamba.data.records import Line
+from bitmamba.data.token_cache import Make, Shard, TokenCache, fill, shard_of
 from bitmamba.data.token_file import VERSION, TokenFile
 from bitmamba.data.token_writer import TokenWriter
 
@@ -49,32 +50,38 @@ def read_corpus(
     heldout = np.array(sorted(loader.heldout_texts), np.uint64)
     keep, accounts = [], []
     for shard, file in zip(found, files, strict=True):
-        _check_ids(shard, file, loader.vocab_size)
-        account = _account(shard, file)
-        keep.append(_without(heldout, file, account))
-        lengths = file.lengths if keep[-1] is None else file.lengths[keep[-1]]
-        if n := int((lengths > loader.cfg.window).sum()):
-            account.notes[SPLIT] = n
-        account.check()
+        kept, account = _counted(shard, file, heldout, loader)
+        keep.append(kept)
         accounts.append(account)
-    made = []
+    corpus, made = Corpus(files, keep=keep, source=source), []
     for name, paths in entries:
         mine, accounts = accounts[: len(paths)], accounts[len(paths) :]
         made.append(together(name, mine))
         if not made[-1].rows:
             raise ValueError(f"data.replay: {name} has no rows; expected text")
-    return Corpus(files, keep=keep, source=source), made
+    return corpus, made
+
+
+def _counted(
+    shard: Shard, file: TokenFile, heldout: np.ndarray, loader: Loader
+) -> tuple[np.ndarray | None, FileAccount]:
+    """Which documents of a file are trained (None: all), and its account."""
+    _check_ids(shard, file, loader.vocab_size)
+    account = _account(shard, file)
+    keep = _without(heldout, file, account)
+    lengths = file.lengths if keep is None else file.lengths[keep]
+    if n := int((lengths > loader.cfg.window).sum()):
+        account.notes[SPLIT] = n
+    account.check()
+    return keep, account
 
 
 def _shards(paths: Sequence[Path], loader: Loader, cache: TokenCache) -> list[Shard]:
-    return [
-        shard_of(
-            path,
-            cache.folder
-            / _settings(shards.suffix_of(path, where="data.replay"), loader)[:16],
-        )
-        for path in paths
-    ]
+    made = []
+    for path in paths:
+        suffix = shards.suffix_of(path, where="data.replay")
+        made.append(shard_of(path, cache.folder / _settings(suffix, loader)[:16]))
+    return made
 
 
 def _settings(suffix: str, loader: Loader) -> str:
@@ -92,7 +99,9 @@ def _dtype(loader: Loader) -> np.dtype:
     return np.dtype("<u2" if loader.vocab_size <= 2**16 else "<i4")
 
 
-def _maker(loader: Loader) -> Callable:
+def _maker(loader: Loader) -> Make:
+    """What tokenises one shard."""
+
     def make(
         shard: Shard, sha256: str, path: Path, tell: Callable[[int], None]
     ) -> None:
@@ -109,7 +118,7 @@ def _maker(loader: Loader) -> Callable:
     return make
 
 
-def _told(lines, tell: Callable[[int], None]):
+def _told(lines: Iterable[Line], tell: Callable[[int], None]) -> Iterator[Line]:
     for line in lines:
         tell(line.n_bytes)
         yield line

@@ -4,9 +4,14 @@ All end on the bits of the unbroken run.
 """
 
 import json
+import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +128,27 @@ def test_two_processes_tokenise_their_shares_and_train_as_one(start, jobs, tmp_p
     assert "no progress" not in first.shown
     assert "tokens of" not in second.shown
     assert jobs.final(tmp_path / "two", STEPS) == jobs.final(tmp_path / "one", STEPS)
+
+
+@pytest.mark.slow
+def test_memory_stays_small_while_tokenising(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "scripts/show_large_replay.py",
+            "--gigabytes=0.03",
+            "--shards=2",
+            "--steps=2",
+            f"--out={tmp_path}",
+        ],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    peaks = [int(mib) for mib in re.findall(r"data (\d+) MiB", done.stdout)]
+    assert len(peaks) == 4
+    assert max(peaks) < 300, done.stdout
