@@ -61,7 +61,8 @@ class Corpus:
         """Tokens first … end of a document, and their float32 loss weights.
 
         Raises:
-            DamagedTokensError: the cache is damaged; the file is removed from it.
+            DamagedTokensError: the cache is damaged (the file is then removed from
+                it), or gone.
         """
         index = int(np.searchsorted(self._first, document, side="right")) - 1
         file, base = self._files[index], int(self._starts[document])
@@ -73,6 +74,11 @@ class Corpus:
             raise DamagedTokensError(
                 f"data.token_cache: {damage}; removed: start again, with the same "
                 "command, and it is made anew"
+            ) from None
+        except OSError as error:
+            raise DamagedTokensError(
+                f"data.token_cache: {file.path}: {error.strerror}; expected the tokens "
+                "that were there when the run began; start again, with the same command"
             ) from None
 
     def n_trained(self, spans: np.ndarray) -> np.ndarray:

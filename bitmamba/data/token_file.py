@@ -131,8 +131,8 @@ class TokenFile:
 
     def remove(self) -> None:
         """Out of the cache, unless another lies there by now."""
-        mine = os.fstat(_opened(self.path, self._serial).number)
         with contextlib.suppress(OSError):
+            mine = os.fstat(_opened(self.path, self._serial).number)
             if os.path.samestat(mine, self.path.stat()):
                 self.path.unlink()
 

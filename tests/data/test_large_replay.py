@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitmamba.config import DataConfig
-from bitmamba.data import DamagedTokensError, TokenCache, build_data
+from bitmamba.data import DamagedTokensError, TokenCache, build_data, token_file
 from bitmamba.data.corpus import Corpus
 from bitmamba.data.token_file import MARK, TAIL, TokenFile
 from bitmamba.io.tokenizer import ByteTokenizer
@@ -318,6 +318,17 @@ def test_any_flipped_bit_of_a_cached_file_is_found(large, three_shards, tmp_path
     path.write_bytes(good)
     assert found == 60
     assert TokenFile(path).digest == digest
+
+
+def test_a_cache_that_goes_away_is_told(large, three_shards, tmp_path):
+    bundle = large(three_shards)
+    for path in tokens_files(tmp_path):
+        path.unlink()
+
+    assert len(list(bundle.batches())) == STEPS  # the files are open
+    token_file._opened.cache_clear()
+    with pytest.raises(DamagedTokensError, match="No such file or directory; expected"):
+        list(bundle.batches())
 
 
 @given(st.binary(max_size=300), st.sampled_from(["noise", "description", "counts"]))
