@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +23,7 @@ REPLAY_CATEGORY = "replay"
 SPLIT = "texts longer than a window, split"
 ALSO_HELD_OUT = "also in the held-out text", "the same text is held out"
 MAX_CATEGORIES = 256
-# Evaluation takes a few windows of them, so more would only fill memory.
+# By a pattern. Evaluation takes a few windows of them; more would only fill memory.
 MAX_HELDOUT_TEXTS = 20_000
 # Rows encoded together: many short ones, few long ones (`Loader.bytes_at_once`).
 _ROWS_AT_ONCE = 512
@@ -56,13 +56,16 @@ class Loader:
         special = sorted(self.tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
-    def load(self, name: str, path: Path, *, role: str) -> None:
+    def load(
+        self, name: str, path: Path, *, role: str, at_most: int | None = None
+    ) -> None:
         """Read one file.
 
         Args:
             name: the path as the user wrote it, for messages.
             path: where it is.
             role: "sft", "replay" or "heldout_replay" (load this before "replay").
+            at_most: refuse a file with more rows.
 
         Raises:
             ValueError: the file has no rows, or a token id the model has not.
@@ -71,7 +74,10 @@ class Loader:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         account = FileAccount(path=name, role=role, sha256=sha256)
         self.files.append(account)
-        self.read(shards.read(path, self.cfg, notes=account.notes), account)
+        lines = shards.read(path, self.cfg, notes=account.notes)
+        if at_most is not None:
+            lines = _bounded(lines, at_most, name)
+        self.read(lines, account)
         if account.rows == 0:
             raise ValueError(
                 f"data.{role}: {name} has no rows; expected JSON objects, one a line"
@@ -86,8 +92,10 @@ class Loader:
         if not shards.is_large(name):
             self.load(name, paths[0], role=role)
             return
+        left = MAX_HELDOUT_TEXTS if role == "heldout_replay" else None
         for path in paths:
-            self.load(str(path), path, role=role)
+            self.load(str(path), path, role=role, at_most=left)
+            left = None if left is None else left - self.files[-1].rows
         mine = together(name, self.files[-len(paths) :])
         self.files[-len(paths) :] = [mine]
 
@@ -97,8 +105,6 @@ class Loader:
         n_bytes = 0
         for line in lines:
             account.rows += 1
-            if account.role == "heldout_replay":
-                self._bound_heldout(account)
             n_bytes += line.n_bytes
             try:
                 if line.refused:
@@ -155,15 +161,6 @@ class Loader:
             self._heldout_texts.add(content)
         elif content in self._heldout_texts:
             raise Refused(*ALSO_HELD_OUT)
-
-    def _bound_heldout(self, account: FileAccount) -> None:
-        n = sum(f.rows for f in self.files if f.role == account.role)
-        if n > MAX_HELDOUT_TEXTS:
-            raise ValueError(
-                f"data.heldout_replay: {account.path}: text number "
-                f"{MAX_HELDOUT_TEXTS + 1:,}; expected at most {MAX_HELDOUT_TEXTS:,}, "
-                "which lie in memory; name fewer files"
-            )
 
     def _note(self, example: Example, account: FileAccount) -> None:
         if account.role == "sft":
@@ -271,6 +268,17 @@ def check_trained(document: Encoded) -> None:
     """Refuse a text of which nothing is trained."""
     if not document.weights[1:].any():
         raise Refused("no trained token", "the loss mask is empty")
+
+
+def _bounded(lines: Iterable[Line], at_most: int, name: str) -> Iterator[Line]:
+    for number, line in enumerate(lines, start=1):
+        if number > at_most:
+            raise ValueError(
+                f"data.heldout_replay: {name}: more than {MAX_HELDOUT_TEXTS:,} texts by "
+                "the pattern; expected at most as many, as they lie in memory; name "
+                "fewer files"
+            )
+        yield line
 
 
 def _is_held_out(example: Example, share: float) -> bool:
