@@ -274,8 +274,8 @@ def _bounded(lines: Iterable[Line], at_most: int, name: str) -> Iterator[Line]:
     for number, line in enumerate(lines, start=1):
         if number > at_most:
             raise ValueError(
-                f"data.heldout_replay: {name}: more than {MAX_HELDOUT_TEXTS:,} texts by "
-                "the pattern; expected at most as many, as they lie in memory; name "
+                f"data.heldout_replay: {name}: more than {MAX_HELDOUT_TEXTS:,} texts "
+                "by a pattern; expected at most as many, as they lie in memory; name "
                 "fewer files"
             )
         yield line

@@ -170,7 +170,7 @@ def test_held_out_text_may_be_shards_and_is_bounded(
     assert len(bundle.stores["heldout_replay"].sources) == 20
     assert bundle.eval_replay
     monkeypatch.setattr("bitmamba.data.loading.MAX_HELDOUT_TEXTS", 19)
-    with pytest.raises(ValueError, match="more than 19 texts by the pattern"):
+    with pytest.raises(ValueError, match="more than 19 texts by a pattern"):
         large("corpus/0.array_record", held=held)
 
 
