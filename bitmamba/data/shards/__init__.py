@@ -54,6 +54,11 @@ def find(name: str, *, where: str) -> list[Path]:
     Raises:
         ValueError: there is no such file.
     """
+    if resolve(name).is_dir():
+        raise ValueError(
+            f"{where}: got {name!r} (a folder); expected a file, or a pattern as "
+            f"'{name.rstrip('/')}/*.jsonl'"
+        )
     if not _is_pattern(name):
         return [must_exist(name, where=where)]
     pattern = str(resolve(name))
