@@ -160,9 +160,7 @@ def test_a_pattern_that_matches_nothing_says_what_lies_there(tmp_path):
 
     with pytest.raises(ValueError, match=r"no file matches; .* lie a\.txt"):
         shards.find(f"{tmp_path}/none/*.jsonl", where="data.replay")
-    with pytest.raises(
-        ValueError, match=r"a folder\); .* or a pattern as '.*/\*\.jsonl'"
-    ):
+    with pytest.raises(ValueError, match=r"a folder\); .* or a pattern as"):
         shards.find(str(tmp_path), where="data.replay")
 
 
