@@ -26,10 +26,21 @@ flags.DEFINE_integer("d_state", 128, "state size")
 flags.DEFINE_integer("vocab_size", 4096, "vocabulary; the head is not tied")
 flags.DEFINE_integer("length", 1024, "tokens a row")
 flags.DEFINE_integer("rank", 16, "of every adapter")
+flags.DEFINE_integer("accumulation", 1, "micro-batches, of one row each, of a step")
+flags.DEFINE_bool("remat", False, "layers compute their activations again")
 flags.DEFINE_enum("linear", "dense", ["dense", "bit"], "kind of projections")
 flags.DEFINE_integer("rounds", 9, "neighbours timed, after two warm ones")
 FLAGS = flags.FLAGS
-SIZES = ("d_model", "layers", "d_state", "vocab_size", "length", "rank")
+SIZES = (
+    "d_model",
+    "layers",
+    "d_state",
+    "vocab_size",
+    "length",
+    "rank",
+    "accumulation",
+    "remat",
+)
 
 
 class Categories:
@@ -51,11 +62,14 @@ def _config(mode):
             layers=("mamba2",) * FLAGS.layers,
             linear=FLAGS.linear,
             dtype="float32",
+            remat=FLAGS.remat,
             mamba2=config.Mamba2Config(d_state=FLAGS.d_state),
         ),
         data=config.DataConfig(replay=("unused",), window=FLAGS.length),
         optim=config.OptimConfig(name="adamw", lr=1e-3),
-        train=config.TrainConfig(mode=mode, batch_size=1, steps=100),
+        train=config.TrainConfig(
+            mode=mode, batch_size=1, steps=100, accumulation=FLAGS.accumulation
+        ),
         lora=place if mode == "lora" else config.LoraConfig(),
     )
 
@@ -66,7 +80,7 @@ def _batch():
     from bitmamba.types import Batch
 
     rng = np.random.default_rng(0)
-    shape = (1, 1, FLAGS.length)
+    shape = (FLAGS.accumulation, 1, FLAGS.length)
     ones = np.ones(shape, np.int32)
     tokens = rng.integers(0, FLAGS.vocab_size, (2, *shape), dtype=np.int32)
     return Batch(

@@ -7,14 +7,19 @@ cache but not the low effort: they compile as a user's do. A test whose point de
 the machine code, as equality to the bit does, compiles with `users_level`.
 """
 
+import importlib
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-LITTLE_EFFORT = "--xla_backend_optimization_level=0"
+LITTLE_EFFORT = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if not IS_WORKER:  # workers inherit it
@@ -45,7 +50,32 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def users_level():
     """compiler_options that make what a user's process makes."""
-    return {"xla_backend_optimization_level": 3}
+    return {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def script():
+    """script(name) is the module scripts/<name>.py.
+
+    It and its flags leave with the file of tests: two scripts may call a flag the same,
+    and which files of tests share a process is not for the tests to know.
+    """
+    from absl import flags
+
+    folder = Path(__file__).parents[1] / "scripts"
+    modules, names = set(sys.modules), set(flags.FLAGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield importlib.import_module
+    for name in set(sys.modules) - modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).parent == folder:
+            del sys.modules[name]
+    for name in set(flags.FLAGS) - names:
+        delattr(flags.FLAGS, name)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """What scripts/gpu_check.py and bench_kernels.py would say of a kernel, on a CPU."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,6 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 needs_kernels = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
 )
-
-
-@pytest.fixture(scope="module")
-def script():
-    """Imports a script by name; flags of two scripts do not meet in one process."""
-    from absl import flags
-
-    before = set(flags.FLAGS)
-    sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module
-    sys.path.remove(str(SCRIPTS))
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
 
 
 @needs_kernels

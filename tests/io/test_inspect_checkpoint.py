@@ -1,4 +1,3 @@
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,11 +15,8 @@ FROZEN = {"body": {"w": jnp.ones((2, 2))}}
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("inspect_checkpoint", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(script):
+    return script("inspect_checkpoint")
 
 
 @pytest.fixture

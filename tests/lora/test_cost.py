@@ -46,15 +46,18 @@ def make(mode, linear, layer):
 
 
 @pytest.fixture(scope="module")
-def compiled(users_level):
-    """(parts, compiled step) by mode, kind of projections and of layer."""
+def compiled():
+    """(parts, compiled step) by mode, kind of projections and of layer.
+
+    With little effort, which changes machine code alone: text and plan are the user's.
+    """
     made = {}
 
     def get(*key):
         if key not in made:
             config = make(*key)
             parts = build.build_parts(config, Categories)
-            step, _ = build.compile_step(config, parts, options=users_level)
+            step, _ = build.compile_step(config, parts)
             made[key] = (parts, step)
         return made[key]
 

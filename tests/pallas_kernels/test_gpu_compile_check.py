@@ -1,6 +1,5 @@
 """The compile check's verdicts; the compiling itself is in absent_gpu/ and in CI."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,11 +14,8 @@ SCRIPT = ROOT / "scripts" / "gpu_compile_check.py"
 
 
 @pytest.fixture(scope="module")
-def check():
-    spec = importlib.util.spec_from_file_location("gpu_compile_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check(script):
+    return script("gpu_compile_check")
 
 
 def numbers(check, **changed):

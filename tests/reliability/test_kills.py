@@ -1,4 +1,7 @@
-"""Killed or told to stop at any moment, a run ends on the bits of the unbroken one."""
+"""Killed at any moment, a run ends on the bits of the unbroken one.
+
+The quick half is in tests/train/test_main_job.py: told to stop, then killed in a save.
+"""
 
 import random
 import signal
@@ -18,28 +21,6 @@ def unbroken(jobs, tmp_path_factory):
     job = jobs.start(workdir, **RUN)
     assert job.end() == 0, job.shown
     return workdir
-
-
-def test_kills_and_signals_one_after_another_change_no_bit(jobs, unbroken, tmp_path):
-    # B041, B042, B044, B059, promises 1 and 11.
-    workdir = tmp_path / "run"
-
-    job = jobs.start(workdir, **RUN)
-    job.wait_for(jobs.saves)
-    job.send(signal.SIGKILL)
-    left = jobs.names(workdir / "checkpoints")
-
-    job = jobs.start(workdir, **{**RUN, "guard__stop_code": 99})
-    job.wait_for(jobs.is_at(10))
-    before = time.monotonic()
-    assert job.send(signal.SIGUSR1) == 99
-    assert time.monotonic() - before < 20  # a step and a save, on a busy machine
-    assert "SIGUSR1: saved step" in job.shown
-    assert not [n for n in jobs.names(workdir / "checkpoints") if "tmp" in n], left
-
-    job = jobs.start(workdir, **RUN)
-    assert job.end() == 0, job.shown
-    assert jobs.final(workdir, STEPS) == jobs.final(unbroken, STEPS)
 
 
 def random_kills(jobs, workdir, config, rng, *, settings):

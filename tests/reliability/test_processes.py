@@ -84,9 +84,9 @@ def test_two_one_and_two_processes_are_one_run(jobs, unbroken, tmp_path):
     done = max(row["step"] for row in jobs.rows(workdir))
     assert done < STEPS - 2
 
-    second = together(jobs, workdir, 1, wait_s=0.2)
+    second = together(jobs, workdir, 1, wait_s=0.2, guard__stop_code=99)
     second[0].wait_for(jobs.is_at(done + 1))
-    assert second[0].send(signal.SIGUSR1) == 143, second[0].shown
+    assert second[0].send(signal.SIGUSR1) == 99, second[0].shown
     assert max(row["step"] for row in jobs.rows(workdir)) < STEPS
 
     codes, shown = ends(together(jobs, workdir, 2, wait_s=0))

@@ -58,6 +58,15 @@ def train(workdir, *more, config="sft"):
     )
 
 
+def run_here(workdir, changes):
+    """The exit code of a run in this process: no JAX to start, little to compile."""
+    config_dict = sft.get_config()
+    settings = SMALL | {"workdir": str(workdir)} | changes
+    config_dict.update_from_flattened_dict(settings)
+    config = read_config(config_dict)
+    return loop.run(config, read_data(config))()
+
+
 def rows(workdir):
     text = (Path(workdir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
@@ -98,16 +107,28 @@ def test_the_run_leaves_what_the_contract_promises(unbroken):
         assert phrase in shown
 
 
-def test_n_steps_a_kill_and_the_rest_are_bit_equal_to_all_at_once(base, unbroken):
+def test_a_kill_a_sigterm_and_the_rest_are_bit_equal_to_all_at_once(base, unbroken):
     # B041, B042, B044, B059: the same parameters and optimiser state, bit for bit.
-    workdir = base / "killed"
-    running = subprocess.Popen(
-        command(workdir, "--config.train.steps=8"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    wait_for(lambda: (workdir / "checkpoints" / "3" / "meta").exists(), running)
+    workdir = base / "broken"
+    metrics = workdir / "metrics.jsonl"
+
+    def start():
+        return subprocess.Popen(
+            command(workdir, "--config.train.steps=8"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    running = start()
+    wait_for(lambda: metrics.exists() and '"step": 1' in metrics.read_text(), running)
+    running.send_signal(signal.SIGTERM)
+    shown, _ = running.communicate(timeout=120)
+    assert running.returncode == 143
+    assert "SIGTERM: saved step" in shown
+    running = start()
+    saving = lambda: list((workdir / "checkpoints").glob("6.*tmp*"))  # noqa: E731
+    wait_for(saving, running)
     running.send_signal(signal.SIGKILL)
     running.communicate()
 
@@ -116,37 +137,16 @@ def test_n_steps_a_kill_and_the_rest_are_bit_equal_to_all_at_once(base, unbroken
     assert done.returncode == 0, done.stdout + done.stderr
     assert digests(workdir) == digests(unbroken[0])
     assert loss_rows(workdir) == loss_rows(unbroken[0])
-
-
-def test_sigterm_saves_and_the_same_command_goes_on(base, unbroken):
-    workdir = base / "stopped"
-    running = subprocess.Popen(
-        command(workdir, "--config.train.steps=8"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    metrics = workdir / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"step": 1' in metrics.read_text(), running)
-    running.send_signal(signal.SIGTERM)
-    shown, _ = running.communicate(timeout=120)
-
-    assert running.returncode == 143
-    assert "SIGTERM: saved step" in shown
-    done = train(workdir, "--config.train.steps=8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert digests(workdir) == digests(unbroken[0])
     assert [r["step"] for r in rows(workdir) if "eval/loss" in r] == [0, 4, 8]
 
 
-def test_a_finished_run_is_not_run_again(unbroken):
+def test_a_finished_run_is_not_run_again(unbroken, capsys):
     workdir, _ = unbroken
     before = rows(workdir)
 
-    done = train(workdir, "--config.train.steps=8")
+    assert run_here(workdir, {"train.steps": 8}) == 0
 
-    assert done.returncode == 0
-    assert "already trained to step 8" in done.stdout
+    assert "already trained to step 8" in capsys.readouterr().out
     assert rows(workdir) == before
 
 
@@ -177,13 +177,9 @@ def test_a_changed_run_is_refused_in_one_line(unbroken):
 )
 def test_whatever_changed_is_named(unbroken, setting, value, named):
     workdir, _ = unbroken
-    config_dict = sft.get_config()
-    changes = {"workdir": str(workdir), "train.steps": 8, setting: value}
-    config_dict.update_from_flattened_dict(SMALL | changes)
-    config = read_config(config_dict)
 
     with pytest.raises(ValueError, match=named) as refused:
-        loop.run(config, read_data(config))
+        run_here(workdir, {"train.steps": 8, setting: value})
 
     assert "workdir" in str(refused.value)
 
@@ -192,15 +188,10 @@ def test_head_only_starts_from_a_checkpoint_and_moves_only_the_head(base, unbrok
     source, _ = unbroken
     workdir = base / "head"
 
-    done = train(
-        workdir,
-        "--config.train.steps=2",
-        "--config.train.mode=head_only",
-        "--config.eval.prompts=()",
-        f"--config.checkpoint.init_from={source}",
-    )
+    changes = {"train.steps": 2, "train.mode": "head_only"}
+    code = run_here(workdir, changes | {"checkpoint.init_from": str(source)})
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0
     before, after = (flatten(load_params(p)[0]) for p in (source, workdir))
     changed = {k for k in before if not np.array_equal(before[k], after[k])}
     assert changed == {"lm_head/kernel"}
@@ -217,23 +208,18 @@ def test_the_dry_run_shows_everything_and_writes_nothing(base):
     assert not workdir.exists()
 
 
-def test_numbers_that_stay_bad_end_the_run_with_code_3(base):
+def test_numbers_that_stay_bad_end_the_run_with_code_3(base, capsys):
     # B063: an absurd step size makes NaN soon; the run must not go on to the end.
     workdir = base / "bad"
+    optim = {"name": "adamw", "lr": 1e38, "warmup_steps": 0, "schedule": "constant"}
+    changes = {f"optim.{name}": value for name, value in optim.items()}
 
-    done = train(
-        workdir,
-        "--config.train.steps=40",
-        "--config.optim.name=adamw",
-        "--config.optim.lr=1e38",
-        "--config.optim.warmup_steps=0",
-        "--config.optim.schedule=constant",
-        "--config.model.layers=-",
-    )
+    code = run_here(workdir, changes | {"train.steps": 40, "model.layers": "-"})
 
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "is not finite" in done.stdout
-    assert "numbers went bad" in done.stdout
+    shown = capsys.readouterr().out
+    assert code == 3
+    assert "is not finite" in shown
+    assert "numbers went bad" in shown
     assert max(r["step"] for r in rows(workdir)) < 40
 
 
@@ -271,12 +257,10 @@ def test_generate_answers_from_the_run_and_refuses_bad_settings(unbroken):
     asked = [f"--checkpoint={workdir}", "--prompt=What is a kludge?"]
 
     done = generate(*asked, "--max_tokens=3")
-    again = generate(*asked, "--max_tokens=3", "--temperature=0")
     refused = generate(*asked, "--top_p=1.5")
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert again.stdout == done.stdout
     assert refused.returncode == 2
     (line,) = refused.stderr.strip().splitlines()
     assert "top_p: got 1.5" in line

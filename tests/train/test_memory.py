@@ -48,7 +48,7 @@ def test_the_estimate_is_near_the_whole_step(monkeypatch):
     # at the full vocabulary is exact, and the larger one at the small vocabulary, which
     # is taken to be safe in deep models, makes the estimate 5 % too high.
     monkeypatch.setattr(memory, "WHOLE_LAYERS", 3)
-    config = make_config(("mlp", "attention", "mlp", "attention", "mlp"))
+    config = make_config(("mlp",) * 5)
     parts = build.build_parts(config, Categories)
     whole = step_memory(build.compile_step(config, parts)[0])
     held = sum(array.nbytes for array in jax.live_arrays())

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,8 +211,8 @@ def test_a_bundle_holds_the_very_step(stopped):
     assert float(found.held.hyper.lr) == pytest.approx(0.5 * 1e-2)
 
 
-def test_the_replay_command_names_the_token(stopped, capsys):
-    code = replay_step().show(str(stopped[0] / "bundles" / "step_7"))
+def test_the_replay_command_names_the_token(stopped, script, capsys):
+    code = script("replay_step").show(str(stopped[0] / "bundles" / "step_7"))
 
     shown = capsys.readouterr().out
     assert code == 3
@@ -222,16 +221,6 @@ def test_the_replay_command_names_the_token(stopped, capsys):
     assert "token: id 4096 at position 3 of row 0, batch 0" in shown
     assert "in a document of " in shown
     assert "likely cause: token id 4096 (smallest" in shown
-
-
-def replay_step():
-    import importlib.util
-
-    path = Path(__file__).resolve().parents[2] / "scripts" / "replay_step.py"
-    spec = importlib.util.spec_from_file_location("replay_step", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "wrong"])
