@@ -6,7 +6,8 @@ Writes ArrayRecord shards of words in a random order (from a seed, so the same a
 then runs train.py on them twice, each in a process of its own: the first tokenises all,
 the second finds the cache. Shows the largest resident memory of each phase: reading and
 tokenising, making the plan, and all of it with JAX, the step and its compilation; and
-those of the same run on the bundled text, for what the model itself takes.
+those of the same run on the bundled text, for what the model itself takes. Last, the
+plan of a whole epoch and 5000 of its batches, without a model.
 """
 
 import json
@@ -29,17 +30,21 @@ _OUT = flags.DEFINE_string("out", "runs/large_replay", "Folder for all of it.")
 _STEPS = flags.DEFINE_integer("steps", 20, "Of training.", 1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the text.")
 
+_BATCHES = 5000
 ROOT = Path(__file__).resolve().parents[1]
-# train.py, which tells its own peak after each phase (kilobytes, by Linux).
-_CHILD = """
+# Each tells its own peak after each phase (kilobytes, by Linux).
+_PEAK = """
 import sys
 sys.path.insert(0, {root!r})
-from bitmamba.train import start
 
 def peak(phase):
     with open("/proc/self/status") as status:
         lines = dict(line.split(":", 1) for line in status)
     print("peak", phase, lines["VmHWM"].split()[0], flush=True)
+"""
+# train.py as it is.
+_TRAIN = """
+from bitmamba.train import start
 
 def telling(module, name, phase):
     act = getattr(module, name)
@@ -68,6 +73,24 @@ def main():
 
 command_line.run(main)
 """
+# A plan of the whole corpus, and many of its windows, without a model.
+_EPOCH = """
+import json
+from bitmamba.config_read import from_config_dict
+from bitmamba.train import start
+
+plain = json.load(open(sys.argv[1]))
+data = start.read_data(from_config_dict(plain))
+replay = data.stores["replay"]
+steps = replay.n_tokens // (data.window * data.batch_size)
+plain["train"]["steps"] = steps
+data = start.read_data(from_config_dict(plain))
+print(f"plan of {{data.plan.n_windows:,}} windows; {{len(replay.lengths):,}} documents")
+peak("plan")
+for _ in zip(range({batches}), data.batches(steps // 2)):
+    pass
+peak("served")
+"""
 
 
 def main() -> None:
@@ -80,6 +103,11 @@ def main() -> None:
     _report("bundled text, compiled before", [], out / "bundled_again")
     _report("tokenised", [pattern], out / "first")
     _report("from the cache", [pattern], out / "second")
+    code = (_PEAK + _EPOCH).format(root=str(ROOT), batches=_BATCHES)
+    _run(
+        f"an epoch planned, {_BATCHES:,} batches of it read",
+        [sys.executable, "-c", code, str(out / "second" / "config.json")],
+    )
 
 
 def write_corpus(folder: Path) -> int:
@@ -106,11 +134,10 @@ def write_corpus(folder: Path) -> int:
 
 
 def _report(title: str, settings: list[str], workdir: Path) -> None:
-    before = time.monotonic()
     command = [
         sys.executable,
         "-c",
-        _CHILD.format(root=str(ROOT)),
+        _PEAK.format(root=str(ROOT)) + _TRAIN,
         "--config=configs/warmup.py",
         f"--config.workdir={workdir}",
         f"--config.train.steps={_STEPS.value}",
@@ -120,16 +147,21 @@ def _report(title: str, settings: list[str], workdir: Path) -> None:
         "--config.eval.prompts=()",
         *settings,
     ]
+    _run(title, command)
+
+
+def _run(title: str, command: list[str]) -> None:
+    before = time.monotonic()
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ}
     ) as child:
         shown = []
         for line in child.stdout:
             shown.append(line)
-            if line.startswith(("tok", "peak")):
+            if line.startswith(("tok", "peak", "plan of")):
                 print(f"  {line}", end="", flush=True)
     if child.returncode:
-        raise ValueError(f"{title}: train.py ended with code {child.returncode}")
+        raise ValueError(f"{title}: ended with code {child.returncode}")
     found = dict(re.findall(r"^peak (\w+) (\d+)$", "".join(shown), re.MULTILINE))
     phases = ", ".join(f"{k} {int(v) // 1024} MiB" for k, v in found.items())
     took = time.monotonic() - before
