@@ -1,14 +1,32 @@
-"""Parquet files: one column of texts; needs pyarrow, the extra `parquet`."""
+"""Parquet files: one column of texts; needs pyarrow, the extra `parquet`.
 
+pyarrow reads in a process of its own (`parquet_worker`): a damaged or hostile file can
+make it abort, which would take the run with it, and take memory without a limit.
+"""
+
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from bitmamba.data.example import Refused
 from bitmamba.data.records import Line, text_line, too_long
 
 MAX_GROUP_BYTES = 2**29  # of the column, unpacked
-_BYTES_AT_ONCE, _ROWS_AT_ONCE = 2**22, 1024
+MEMORY_BYTES = 2**31  # of the process, beyond its start
+# Answers: a kind and a number; a text's and a complaint's bytes follow.
+FRAME = struct.Struct("<cQ")
+TEXT, NULL, WRONG, END = b"t", b"n", b"w", b"e"
+_MAX_FRAME = 2**31
+_WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from bitmamba.data.shards.parquet_worker import main; main()"
+)
 
 
 def read(path: Path, *, column: str) -> Iterator[Line]:
@@ -19,74 +37,63 @@ def read(path: Path, *, column: str) -> Iterator[Line]:
         column: its name.
 
     Raises:
-        ValueError: pyarrow is missing; not a Parquet file, a damaged one, one whose
-            row groups are too large for memory, or no such column of texts.
+        ValueError: pyarrow is missing; not a Parquet file, a damaged one, one that
+            takes too much memory, or no such column of texts.
     """
-    arrow, parquet = _pyarrow(path)
-    try:
-        # By the path as a file object: a name is never taken for an address.
-        with (
-            path.open("rb") as source,
-            parquet.ParquetFile(source, pre_buffer=False, buffer_size=2**20) as file,
-        ):
-            number = 0
-            rows = _check(file, path, column, arrow)
-            for batch in file.iter_batches(
-                batch_size=rows, columns=[column], use_threads=False
-            ):
-                # As bytes: a text that is not UTF-8 is refused alone.
-                for value in batch.column(0).cast(arrow.large_binary()):
-                    number += 1
-                    yield _line(number, value.as_py())
-    except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path}: not a Parquet file, or a damaged one ({reason})"
-        ) from None
-
-
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
+    if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(
             f"{path}: Parquet needs pyarrow, which is not installed; "
             "run: pip install 'bitmamba[parquet]' (or pip install pyarrow)"
-        ) from None
-    return pyarrow, pyarrow.parquet
+        )
+    asked = {
+        "path": str(path.absolute()),
+        "column": column,
+        "group_bytes": MAX_GROUP_BYTES,
+        "memory_bytes": MEMORY_BYTES,
+    }
+    kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            _WORKER,
+            json.dumps(sys.path),
+            json.dumps(asked),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={k: os.environ[k] for k in kept if k in os.environ},
+        start_new_session=True,  # signals of the terminal are not for it
+    )
+    with process:
+        try:
+            yield from _lines(process.stdout, path)
+        finally:
+            process.kill()
 
 
-def _check(file: Any, path: Path, column: str, arrow: Any) -> int:
-    """Refuse what cannot be read; how many rows to read at once."""
-    schema = file.schema_arrow
-    if schema.names.count(column) != 1:
-        raise ValueError(
-            f"{path}: got no column {column!r}, or two of them; it has "
-            f"{', '.join(schema.names[:20])}; set config.data.text_column"
-        )
-    kind = schema.field(column).type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise ValueError(
-            f"{path}: column {column!r} is {kind}; expected string; set "
-            "config.data.text_column"
-        )
-    # A plain column has one leaf, so its index in the schema counts the leaves before.
-    names = [file.schema.column(i).path for i in range(len(file.schema))]
-    leaf, average = names.index(column), 1
-    for i in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(i)
-        n_bytes = group.column(leaf).total_uncompressed_size
-        if n_bytes > MAX_GROUP_BYTES:
+def _lines(answers: BinaryIO, path: Path) -> Iterator[Line]:
+    number = 0
+    while True:
+        frame = answers.read(FRAME.size)
+        kind, size = FRAME.unpack(frame) if len(frame) == FRAME.size else (b"", 0)
+        if kind == END:
+            return
+        number += 1
+        if kind == NULL:
+            yield Line(number, None, Refused("not text", "null"), 0)
+        elif kind == TEXT and (long := too_long(number, size)):
+            yield long
+        elif kind in (TEXT, WRONG) and size < _MAX_FRAME:
+            raw = answers.read(size)
+            if len(raw) == size and kind == TEXT:
+                yield text_line(number, raw)
+                continue
+            raise ValueError(f"{path}: {raw.decode(errors='replace')[:500]}")
+        else:
             raise ValueError(
-                f"{path}: row group {i} has {n_bytes:,} bytes of {column!r}; expected "
-                f"at most {MAX_GROUP_BYTES:,}; write it with smaller row groups"
+                f"{path}: not a Parquet file, or a damaged one (pyarrow ended at "
+                f"record {number}, or was out of memory)"
             )
-        average = max(average, n_bytes // max(1, group.num_rows))
-    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // average))
-
-
-def _line(number: int, raw: bytes | None) -> Line:
-    if raw is None:
-        return Line(number, None, Refused("not text", "null"), 0)
-    return too_long(number, len(raw)) or text_line(number, raw)
