@@ -9,9 +9,11 @@ frozen-<digest>            frozen parameters that steps refer to
 
 import re
 import shutil
+import time
 from pathlib import Path
 
 _SPARE_BYTES = 1 << 20  # for metadata, beside the arrays
+_SETTLE_S = 2.0
 _STEP = re.compile(r"([0-9]{1,18})(\.old)?")
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
@@ -113,11 +115,18 @@ def retire(directory: Path, *, saved: int, keep: int) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a file or folder; what another process removed meanwhile is fine."""
-    if folder.is_dir():
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
+    """Delete a file or folder; what another process removed meanwhile is fine.
+
+    Threads of a save that failed may still write there: a while is given to them.
+    """
+    if not folder.is_dir():
         folder.unlink(missing_ok=True)
+        return
+    end = time.monotonic() + _SETTLE_S
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def n_bytes(folder: Path) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,26 @@ def test_frozen_parameters_that_cannot_be_saved(toy, open_checkpointer, tmp_path
         checkpointer.save_frozen(toy.make_trainable(1))
 
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_what_a_failed_save_still_writes_is_removed_too(tmp_path, monkeypatch):
+    folder = tmp_path / "1.orbax-checkpoint-tmp-0"
+    folder.mkdir()
+    rmtree, calls = shutil.rmtree, []
+
+    def with_a_thread_that_writes(path, **kwargs):
+        rmtree(path, **kwargs)
+        calls.append(path)
+        if len(calls) < 3:
+            path.mkdir()
+            (path / "late").touch()
+
+    monkeypatch.setattr(steps.shutil, "rmtree", with_a_thread_that_writes)
+
+    steps.tidy(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+    assert calls == [folder] * 3
 
 
 KILLED = """
