@@ -53,6 +53,7 @@ def flip(path, at):
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_though_its_tokens_are_lost_or_damaged(
     start, jobs, tmp_path
 ):
