@@ -52,8 +52,13 @@ class DataConfig:
 
     sft: JSONL files of examples; the format of each row is recognised by its keys.
     replay: JSONL files of plain text, mixed in so that the model does not forget.
-        Without sft they are the training data (plain-text training).
+        Without sft they are the training data (plain-text training). Large text: a
+        pattern as "/corpus/*.array_record", .parquet or .jsonl (`data/SHARDS.md`).
     heldout_replay: plain text never trained on; retention is measured on it.
+    records: what a record of an .array_record file is: "text", or "json", a row as in
+        JSONL. text_column: of .parquet files.
+    token_cache: folder for the tokens of large text; None is `tokens` beside the work
+        directory.
     replay_share: share of replay in the training *tokens*; 0.1 is SFT:replay 9:1.
     heldout_share: share of the SFT examples kept for evaluation, by row hash.
     balance: 1 keeps the categories' natural shares, 0 makes them equal;
@@ -70,6 +75,9 @@ class DataConfig:
     sft: tuple[str, ...] = ()
     replay: tuple[str, ...] = ()
     heldout_replay: tuple[str, ...] = ()
+    records: str = "text"
+    text_column: str = "text"
+    token_cache: str | None = None
     tokenizer: str = "assets:tokenizer.json"
     replay_share: float = 0.1
     heldout_share: float = 0.1

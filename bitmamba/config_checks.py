@@ -126,6 +126,7 @@ def _check_data(config: Config) -> None:
         )
     _at_least(f"{where}.seed", data.seed, 0)
     _choice(f"{where}.long_examples", data.long_examples, ("truncate", "refuse"))
+    _choice(f"{where}.records", data.records, ("text", "json"))
     if data.sft and data.replay_share > 0 and not data.replay:
         raise ValueError(
             f"{where}.replay_share: got {data.replay_share:g} without replay text; "

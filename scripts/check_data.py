@@ -78,16 +78,12 @@ def _show_examples(bundle: DataBundle, console: Console) -> None:
     store = bundle.stores[stream]
     n = min(_EXAMPLES.value, len(store.sources))
     for document in np.linspace(0, len(store.sources) - 1, n).astype(int):
-        span = slice(*store.offsets[document : document + 2])
+        n = int(store.lengths[document])
         category = bundle.categories[store.sources[document]]
-        console.print(
-            Text(
-                f"\nexample {document + 1}, {category}, {span.stop - span.start} tokens"
-            )
-        )
-        weights = store.weights_of(span.start, span.stop).tolist()
-        tokens = zip(store.tokens[span].tolist(), weights, strict=True)
-        for weight, run in itertools.groupby(tokens, key=lambda pair: pair[1]):
+        console.print(Text(f"\nexample {document + 1}, {category}, {n} tokens"))
+        tokens, weights = (part.tolist() for part in store.span(document, 0, n))
+        pairs = zip(tokens, weights, strict=True)
+        for weight, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
             words = [visible(bundle.tokenizer.decode([t])) for t, _ in run]
             line = Text(f"{weight:<4g} ", style="bold")
             line.append("│".join(words), style="green" if weight else "dim")

@@ -41,6 +41,8 @@ MAY_USE_KERNELS = {"bitmamba.models", "bitmamba.quant"}
 ONLY_IN = {
     "orbax": ("bitmamba/io/",),
     "grain": ("bitmamba/data/pipeline.py",),
+    "array_record": ("bitmamba/data/shards/", "scripts/"),
+    "pyarrow": ("bitmamba/data/shards/",),
     "ml_collections": ("configs/", "bitmamba/config.py", "train.py", "scripts/"),
     "jax.experimental.pallas": ("pallas_kernels/",),
     "torch": ("tests/optim/fixtures/", "scripts/bench_"),

@@ -1,6 +1,8 @@
 """The account of the data: nothing is read without being counted here."""
 
+import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Reasons that the settings ask for; they do not count as faults of the data.
@@ -16,9 +18,10 @@ def visible(text: str) -> str:
 
 @dataclass
 class FileAccount:
-    """One file: rows == trained + held_out + refused.
+    """One file, or those of a pattern: rows == trained + held_out + refused.
 
     path: as the user wrote it. role: "sft", "replay" or "heldout_replay".
+    files: how many; None where `path` names the file itself.
     refused, examples: reason -> rows, and "file:line: detail" of the first few.
     notes: what was accepted but is worth telling -> how often.
     formats: name -> rows. truncated: SFT rows cut at the window. tokens: kept.
@@ -36,6 +39,7 @@ class FileAccount:
     examples: dict[str, list[str]] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
+    files: int | None = None
 
     def refuse(self, line: int, reason: str, detail: str) -> None:
         """Count a refused row and keep the first few of each reason."""
@@ -55,6 +59,22 @@ class FileAccount:
     def faults(self) -> int:
         """Refused rows that no setting asked for."""
         return sum(n for reason, n in self.refused.items() if reason not in WANTED)
+
+
+def together(path: str, accounts: Sequence[FileAccount]) -> FileAccount:
+    """The account of all files of a pattern; its sha256 is over theirs, with names."""
+    names = [f"{a.sha256} {a.path.rpartition('/')[2]}\n" for a in accounts]
+    sha256 = hashlib.sha256("".join(names).encode()).hexdigest()
+    made = FileAccount(path, accounts[0].role, sha256, files=len(accounts))
+    for one in accounts:
+        for name in ("rows", "trained", "held_out", "truncated", "tokens"):
+            setattr(made, name, getattr(made, name) + getattr(one, name))
+        for name in ("refused", "notes", "formats"):
+            getattr(made, name).update(getattr(one, name))
+        for reason, kept in one.examples.items():
+            mine = made.examples.setdefault(reason, [])
+            mine += kept[: EXAMPLES_KEPT - len(mine)]
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +149,10 @@ def _file_lines(file: FileAccount) -> list[str]:
     refused = sum(file.refused.values())
     formats = ", ".join(f"{name} {n:,}" for name, n in sorted(file.formats.items()))
     cut = f", {file.truncated:,} cut at the window" if file.truncated else ""
+    many = f" ({file.files:,} files)" if file.files is not None else ""
     made = [
-        f"{file.role} {file.path}: {file.rows:,} rows = {file.trained:,} trained + "
-        f"{file.held_out:,} held out + {refused:,} refused; {file.tokens:,} tokens"
+        f"{file.role} {file.path}{many}: {file.rows:,} rows = {file.trained:,} trained "
+        f"+ {file.held_out:,} held out + {refused:,} refused; {file.tokens:,} tokens"
         f"{cut} ({formats or 'no rows'})"
     ]
     for reason, n in file.refused.most_common():

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitmamba.assets_path import must_exist
 from bitmamba.config import DataConfig
+from bitmamba.data import shards
 from bitmamba.data.account import DataAccount, FileAccount
 from bitmamba.data.chat import DataTokenizer, Segment, Template, load_template
 from bitmamba.data.encode import encode_prompt
@@ -13,12 +13,15 @@ from bitmamba.data.evaluation import eval_replay_windows, eval_sft_windows
 from bitmamba.data.example import Message, Refused
 from bitmamba.data.loading import Loader
 from bitmamba.data.plan import Plan, make_plan, plan_digest
-from bitmamba.data.store import TokenStore
+from bitmamba.data.store import DocumentStore
 from bitmamba.data.summary import make_account
+from bitmamba.data.token_cache import TokenCache
+from bitmamba.data.tokenise import read_corpus
 from bitmamba.data.windows import process_rows
 from bitmamba.types import Batch
 
 ROLES = ("sft", "heldout_replay", "replay")
+_BESIDE = TokenCache(Path("tokens"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class DataBundle:
     eval_sft: list[Batch]
     eval_replay: list[Batch]
     plan: Plan
-    stores: dict[str, TokenStore]
+    stores: dict[str, DocumentStore]
     template: Template
     tokenizer: DataTokenizer
     window: int
@@ -109,6 +112,7 @@ def build_data(
     batch_size: int,
     accumulation: int = 1,
     max_eval_windows: int = 64,
+    cache: TokenCache = _BESIDE,
 ) -> DataBundle:
     """Read, check, encode and plan everything, once.
 
@@ -119,12 +123,14 @@ def build_data(
         steps, batch_size, accumulation: the run; its plan has
             steps * batch_size * accumulation windows.
         max_eval_windows: of held-out SFT and of held-out replay each.
+        cache: where the tokens of large text are kept; `cfg.token_cache` comes first.
 
     Raises:
         ValueError: something that the user can fix, in one line.
     """
-    template, loader = _load(cfg, tokenizer, vocab_size)
-    stores, categories = loader.stores()
+    if cfg.token_cache is not None:
+        cache = cache._replace(folder=Path(cfg.token_cache).expanduser())
+    template, loader, stores, categories = _load(cfg, tokenizer, vocab_size, cache)
     _check_trained(loader.files, stores, cfg)
     plan = make_plan(
         sft_lengths=stores["sft"].lengths,
@@ -174,25 +180,34 @@ def build_data(
 
 
 def _load(
-    cfg: DataConfig, tokenizer: DataTokenizer, vocab_size: int
-) -> tuple[Template, Loader]:
-    """Every file read, encoded and accounted for."""
-    paths = _find_files(cfg)
+    cfg: DataConfig, tokenizer: DataTokenizer, vocab_size: int, cache: TokenCache
+) -> tuple[Template, Loader, dict[str, DocumentStore], tuple[str, ...]]:
+    """Every file read, encoded and accounted for; the streams, and the categories."""
+    found = _find_files(cfg)
     _check_tokenizer(tokenizer, vocab_size)
     template = load_template(cfg.template, tokenizer)
     loader = Loader(cfg, template, tokenizer, vocab_size)
+    large = any(shards.is_large(name) for name in cfg.replay)
     try:
-        for role, name, path in paths:
-            loader.load(name, path, role=role)
+        for role, name, paths in found:
+            if role != "replay" or not large:
+                loader.load_all(name, paths, role=role)
+        stores, categories = loader.stores()
+        if large:
+            replay = [(name, paths) for role, name, paths in found if role == "replay"]
+            stores["replay"], accounts = read_corpus(
+                replay, loader=loader, cache=cache, source=len(categories) - 1
+            )
+            loader.files += accounts
     finally:
         template.close()
     check_refused(loader.files, cfg.max_refused_share)
-    return template, loader
+    return template, loader, stores, categories
 
 
 def _digest(
     cfg: DataConfig,
-    stores: dict[str, TokenStore],
+    stores: dict[str, DocumentStore],
     categories: tuple[str, ...],
     batch_size: int,
     accumulation: int,
@@ -212,19 +227,22 @@ def _digest(
     )
 
 
-def _find_files(cfg: DataConfig) -> list[tuple[str, str, Path]]:
-    """(role, name, path) of every file, all looked for before any is read."""
-    found: list[tuple[str, str, Path]] = []
+def _find_files(cfg: DataConfig) -> list[tuple[str, str, list[Path]]]:
+    """(role, name, paths) of all files, all looked for before any is read."""
+    found: list[tuple[str, str, list[Path]]] = []
+    role_of: dict[Path, str] = {}
     for role in ROLES:
         for name in getattr(cfg, role):
-            path = must_exist(name, where=f"data.{role}")
-            clash = next((f for f in found if f[2].resolve() == path.resolve()), None)
-            if clash:
-                raise ValueError(
-                    f"data.{role}: {name!r} is in data.{clash[0]} already; expected "
-                    "every file once; remove one"
-                )
-            found.append((role, name, path))
+            paths = shards.find(name, where=f"data.{role}")
+            for path in paths:
+                if clash := role_of.get(path.resolve()):
+                    which = f" ({path})" if len(paths) > 1 else ""
+                    raise ValueError(
+                        f"data.{role}: {name!r}{which} is in data.{clash} already; "
+                        "expected every file once; remove one"
+                    )
+                role_of[path.resolve()] = role
+            found.append((role, name, paths))
     if not cfg.sft and not cfg.replay:
         raise ValueError(
             "data: got neither sft nor replay files; expected at least one file to "
@@ -254,7 +272,7 @@ def check_refused(files: Sequence[FileAccount], max_share: float) -> None:
 
 
 def _check_trained(
-    files: list[FileAccount], stores: dict[str, TokenStore], cfg: DataConfig
+    files: list[FileAccount], stores: dict[str, DocumentStore], cfg: DataConfig
 ) -> None:
     for role in ("sft", "replay"):
         if getattr(cfg, role) and not len(stores[role].sources):

@@ -2,26 +2,31 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from bitmamba.config import DataConfig
-from bitmamba.data.account import FileAccount, visible
+from bitmamba.data import shards
+from bitmamba.data.account import FileAccount, together, visible
 from bitmamba.data.chat import DataTokenizer, Template
 from bitmamba.data.encode import Encoded, encode_examples, fit_window, split_text
 from bitmamba.data.example import Example, Refused
 from bitmamba.data.formats import misspelt, parse_row
-from bitmamba.data.records import read_lines
+from bitmamba.data.records import Line
 from bitmamba.data.store import StoreBuilder, TokenStore
 
 REPLAY_CATEGORY = "replay"
+SPLIT = "texts longer than a window, split"
+ALSO_HELD_OUT = "also in the held-out text", "the same text is held out"
 MAX_CATEGORIES = 256
-# Rows encoded together: many short ones, few long ones.
+# By a pattern. Evaluation takes a few windows of them; more would only fill memory.
+MAX_HELDOUT_TEXTS = 20_000
+# Rows encoded together: many short ones, few long ones (`Loader.bytes_at_once`).
 _ROWS_AT_ONCE = 512
-_BYTES_AT_ONCE = 8 * 2**20
 _MAX_KEY_SETS = 100  # looked through for misspelt keys; a file has few
 
 
@@ -38,6 +43,8 @@ class Loader:
     tokenizer: DataTokenizer
     vocab_size: int
     files: list[FileAccount] = field(default_factory=list)
+    # Of rows that are encoded together.
+    bytes_at_once: ClassVar[int] = 8 * 2**20
 
     def __post_init__(self) -> None:
         names = ("sft", "sft_heldout", "replay", "heldout_replay")
@@ -49,13 +56,16 @@ class Loader:
         special = sorted(self.tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
-    def load(self, name: str, path: Path, *, role: str) -> None:
+    def load(
+        self, name: str, path: Path, *, role: str, at_most: int | None = None
+    ) -> None:
         """Read one file.
 
         Args:
             name: the path as the user wrote it, for messages.
             path: where it is.
             role: "sft", "replay" or "heldout_replay" (load this before "replay").
+            at_most: refuse a file with more rows.
 
         Raises:
             ValueError: the file has no rows, or a token id the model has not.
@@ -64,9 +74,36 @@ class Loader:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         account = FileAccount(path=name, role=role, sha256=sha256)
         self.files.append(account)
+        lines = shards.read(path, self.cfg, notes=account.notes)
+        if at_most is not None:
+            lines = _bounded(lines, at_most, name)
+        self.read(lines, account)
+        if account.rows == 0:
+            raise ValueError(
+                f"data.{role}: {name} has no rows; expected JSON objects, one a line"
+            )
+
+    def load_all(self, name: str, paths: Sequence[Path], *, role: str) -> None:
+        """Read the files of a name, which may be a pattern; arguments as for `load`.
+
+        Raises:
+            ValueError: as `load`; or more held-out text than is to lie in memory.
+        """
+        if not shards.is_large(name):
+            self.load(name, paths[0], role=role)
+            return
+        left = MAX_HELDOUT_TEXTS if role == "heldout_replay" else None
+        for path in paths:
+            self.load(str(path), path, role=role, at_most=left)
+            left = None if left is None else left - self.files[-1].rows
+        mine = together(name, self.files[-len(paths) :])
+        self.files[-len(paths) :] = [mine]
+
+    def read(self, lines: Iterable[Line], account: FileAccount) -> None:
+        """Read the rows of one file, each counted in its account."""
         waiting: list[tuple[int, Example]] = []
         n_bytes = 0
-        for line in read_lines(path, notes=account.notes):
+        for line in lines:
             account.rows += 1
             n_bytes += line.n_bytes
             try:
@@ -75,15 +112,16 @@ class Loader:
                 waiting.append((line.number, self._example(line.row, account)))
             except Refused as refused:
                 account.refuse(line.number, refused.reason, refused.detail)
-            if len(waiting) >= _ROWS_AT_ONCE or n_bytes >= _BYTES_AT_ONCE:
+            if len(waiting) >= _ROWS_AT_ONCE or n_bytes >= self.bytes_at_once:
                 self._encode(waiting, account)
                 waiting, n_bytes = [], 0
         self._encode(waiting, account)
         account.check()
-        if account.rows == 0:
-            raise ValueError(
-                f"data.{role}: {name} has no rows; expected JSON objects, one a line"
-            )
+
+    @property
+    def heldout_texts(self) -> frozenset[int]:
+        """Content hashes of the texts that retention is measured on."""
+        return frozenset(self._heldout_texts)
 
     def stores(self) -> tuple[dict[str, TokenStore], tuple[str, ...]]:
         """The streams, and the categories that their sources are numbers of.
@@ -122,7 +160,7 @@ class Loader:
         if account.role == "heldout_replay":
             self._heldout_texts.add(content)
         elif content in self._heldout_texts:
-            raise Refused("also in the held-out text", "the same text is held out")
+            raise Refused(*ALSO_HELD_OUT)
 
     def _note(self, example: Example, account: FileAccount) -> None:
         if account.role == "sft":
@@ -165,7 +203,7 @@ class Loader:
                 if isinstance(document, Refused):
                     raise document
                 self._check_ids(document, f"{account.path}:{line}")
-                self._keep(document, example, account)
+                self._keep(document, example, account, line)
             except Refused as refused:
                 account.refuse(line, refused.reason, refused.detail)
 
@@ -179,7 +217,9 @@ class Loader:
                 "(model.vocab_size); use the tokenizer that the model was made with"
             )
 
-    def _keep(self, document: Encoded, example: Example, account: FileAccount) -> None:
+    def _keep(
+        self, document: Encoded, example: Example, account: FileAccount, line: int
+    ) -> None:
         if account.role == "sft":
             heldout = _is_held_out(example, self.cfg.heldout_share)
             stream = "sft_heldout" if heldout else "sft"
@@ -190,10 +230,9 @@ class Loader:
         else:
             heldout = account.role == "heldout_replay"
             stream, pieces, category = account.role, [document], 0
-            if not document.weights[1:].any():
-                raise Refused("no trained token", "the loss mask is empty")
+            check_trained(document)
             if len(document.tokens) > self.cfg.window:
-                account.notes["texts longer than a window, split"] += 1
+                account.notes[SPLIT] += 1
         for piece in pieces:
             self._builders[stream].add(piece, category)
             account.tokens += len(piece.tokens)
@@ -208,7 +247,7 @@ class Loader:
         window = self.cfg.window
         if example.text is not None:
             if len(document.tokens) > window:
-                account.notes["texts longer than a window, split"] += 1
+                account.notes[SPLIT] += 1
             return split_text(document, window=window)
         kept, cut = fit_window(document, window=window, long=self.cfg.long_examples)
         account.truncated += cut
@@ -223,6 +262,23 @@ class Loader:
                 "expected few enough to evaluate each; merge the 'category' keys"
             )
         return number
+
+
+def check_trained(document: Encoded) -> None:
+    """Refuse a text of which nothing is trained."""
+    if not document.weights[1:].any():
+        raise Refused("no trained token", "the loss mask is empty")
+
+
+def _bounded(lines: Iterable[Line], at_most: int, name: str) -> Iterator[Line]:
+    for number, line in enumerate(lines, start=1):
+        if number > at_most:
+            raise ValueError(
+                f"data.heldout_replay: {name}: more than {MAX_HELDOUT_TEXTS:,} texts "
+                "by a pattern; expected at most as many, as they lie in memory; name "
+                "fewer files"
+            )
+        yield line
 
 
 def _is_held_out(example: Example, share: float) -> bool:

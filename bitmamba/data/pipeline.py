@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from bitmamba.data.plan import Plan
-from bitmamba.data.store import TokenStore
+from bitmamba.data.store import DocumentStore
 from bitmamba.data.windows import make_windows
 from bitmamba.types import Batch
 
@@ -26,7 +26,7 @@ class StepSource:
     def __init__(
         self,
         plan: Plan,
-        stores: Sequence[TokenStore],
+        stores: Sequence[DocumentStore],
         *,
         window: int,
         batch_size: int,

@@ -11,6 +11,7 @@ stream of documents, cut at the windows' ends: always full, and each piece is is
 import bisect
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,11 +88,13 @@ def make_plan(
 
 def as_plan(windows: Iterable[tuple[int, Sequence[Span]]]) -> Plan:
     """Windows, each a stream and its spans, as arrays."""
-    streams, counts, spans = [], [0], []
+    # Not lists: a long run has millions of spans.
+    streams, counts, spans = array("B"), array("q", [0]), array("q")
     for stream, window in windows:
         streams.append(stream)
         counts.append(len(window))
-        spans += window
+        for span in window:
+            spans.extend(span)
     return Plan(
         np.array(streams, np.uint8),
         np.cumsum(np.array(counts, np.int64)),
@@ -205,7 +208,10 @@ def best_fit(
 def _endless(n_documents: int, seed: int) -> Iterator[int]:
     epoch = 0
     while True:
-        yield from _generator(seed, REPLAY, epoch).permutation(n_documents)
+        # What permutation(n_documents) gives, in half of the memory.
+        order = np.arange(n_documents, dtype=np.uint32 if n_documents < 2**32 else int)
+        _generator(seed, REPLAY, epoch).shuffle(order)
+        yield from order
         epoch += 1
 
 

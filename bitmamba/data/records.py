@@ -93,7 +93,7 @@ def _lines(file: Any, path: Path, notes: Counter[str]) -> Iterator[Line]:
         elif not raw.strip():
             notes["blank lines"] += 1
         else:
-            yield _parse(number, raw, notes)
+            yield parse_line(number, raw, notes)
 
 
 def _without_mark(raw: bytes, path: Path, notes: Counter[str]) -> bytes:
@@ -116,7 +116,8 @@ def _skip_line(file: Any, raw: bytes) -> int:
     return skipped
 
 
-def _parse(number: int, raw: bytes, notes: Counter[str]) -> Line:
+def parse_line(number: int, raw: bytes, notes: Counter[str]) -> Line:
+    """A row of JSON, or why it is none."""
     try:
         row = _row(raw)
         # An escaped half of a UTF-16 pair is the one way to text that no encoder takes.
@@ -127,6 +128,23 @@ def _parse(number: int, raw: bytes, notes: Counter[str]) -> Line:
         return Line(number, row, None, len(raw))
     except Refused as refused:
         return Line(number, None, refused, len(raw))
+
+
+def text_line(number: int, raw: bytes) -> Line:
+    """A text as the row {"text": …}, or why it is none."""
+    try:
+        return Line(number, {"text": raw.decode("utf-8")}, None, len(raw))
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{raw[error.start]:02x} at byte {error.start + 1}"
+        return Line(number, None, Refused("not UTF-8", where), len(raw))
+
+
+def too_long(number: int, n_bytes: int) -> Line | None:
+    """The refusal of a record that is larger than a line may be."""
+    if n_bytes <= MAX_LINE_BYTES:
+        return None
+    detail = f"{n_bytes:,} bytes; the limit is {MAX_LINE_BYTES // 2**20} MiB"
+    return Line(number, None, Refused("record too long", detail), n_bytes)
 
 
 def _row(raw: bytes) -> dict[str, Any]:

@@ -1,11 +1,31 @@
 """All tokens of one stream in flat arrays; documents are ranges of them."""
 
 import hashlib
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from bitmamba.data.encode import Encoded
+
+
+class DocumentStore(Protocol):
+    """What the plan and its windows ask of a stream: `TokenStore`, or a `Corpus`.
+
+    lengths: (documents,) int, tokens of each. sources: (documents,) int32, categories.
+    n_tokens: of all documents.
+    """
+
+    lengths: np.ndarray
+    sources: np.ndarray
+    n_tokens: int
+
+    def digest(self) -> str: ...
+
+    def span(
+        self, document: int, first: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def n_trained(self, spans: np.ndarray) -> np.ndarray: ...
 
 
 class TokenStore(NamedTuple):
@@ -24,6 +44,27 @@ class TokenStore(NamedTuple):
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    def span(
+        self, document: int, first: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens first … end of a document, and their float32 loss weights."""
+        base = int(self.offsets[document])
+        start, stop = base + int(first), base + int(end)
+        return self.tokens[start:stop], self.weights_of(start, stop)
+
+    def n_trained(self, spans: np.ndarray) -> np.ndarray:
+        """(n,) int64, targets with loss in each of (n, 3) document, first, end."""
+        document, first, end = spans.T
+        if self.weights is None:
+            return end - first - 1
+        before = np.concatenate([[0], np.cumsum(self.weights > 0)])
+        base = self.offsets[document]
+        return before[base + end] - before[base + first + 1]
 
     def weights_of(self, start: int, stop: int) -> np.ndarray:
         """Loss weights of tokens start … stop of the flat array."""

@@ -7,13 +7,13 @@ import numpy as np
 from bitmamba.config import DataConfig
 from bitmamba.data.account import CategoryAccount, DataAccount, FileAccount
 from bitmamba.data.plan import REPLAY, SFT, Plan, copies_per_epoch
-from bitmamba.data.store import TokenStore
+from bitmamba.data.store import DocumentStore
 
 
 def make_account(
     files: Sequence[FileAccount],
     categories: tuple[str, ...],
-    stores: dict[str, TokenStore],
+    stores: dict[str, DocumentStore],
     plan: Plan,
     cfg: DataConfig,
     *,
@@ -33,7 +33,7 @@ def make_account(
         trained_tokens=int(trained.sum()),
         fill_share=total / max(1, plan.n_windows * cfg.window),
         epochs=sft_tokens / max(1.0, _epoch_tokens(stores["sft"], cfg)),
-        replay_epochs=float(planned[-1] / max(1, len(stores["replay"].tokens))),
+        replay_epochs=float(planned[-1] / max(1, stores["replay"].n_tokens)),
         replay_share_asked=cfg.replay_share if cfg.sft else 1.0,
         replay_share=float(planned[-1] / max(1, total)),
         eval_sft_windows=eval_windows[0],
@@ -43,7 +43,7 @@ def make_account(
 
 
 def _planned(
-    plan: Plan, stores: Sequence[TokenStore], categories: Sequence[str]
+    plan: Plan, stores: Sequence[DocumentStore], categories: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(categories,) tokens, and tokens with loss, in the windows of the plan."""
     tokens = np.zeros(len(categories), np.int64)
@@ -53,18 +53,13 @@ def _planned(
         store, spans = stores[stream], plan.spans[stream_of_span == stream]
         if not len(spans):
             continue
-        document, first, end = spans.T
-        source, base = store.sources[document], store.offsets[document]
-        np.add.at(tokens, source, end - first)
-        if store.weights is None:
-            np.add.at(trained, source, end - first - 1)
-        else:
-            before = np.concatenate([[0], np.cumsum(store.weights > 0)])
-            np.add.at(trained, source, before[base + end] - before[base + first + 1])
+        source = store.sources[spans[:, 0]]
+        np.add.at(tokens, source, spans[:, 2] - spans[:, 1])
+        np.add.at(trained, source, store.n_trained(spans))
     return tokens, trained
 
 
-def _epoch_tokens(store: TokenStore, cfg: DataConfig) -> float:
+def _epoch_tokens(store: DocumentStore, cfg: DataConfig) -> float:
     if not len(store.sources):
         return 0.0
     copies = copies_per_epoch(store.lengths, store.sources, cfg.balance)
@@ -73,7 +68,7 @@ def _epoch_tokens(store: TokenStore, cfg: DataConfig) -> float:
 
 def _categories(
     names: tuple[str, ...],
-    stores: dict[str, TokenStore],
+    stores: dict[str, DocumentStore],
     cfg: DataConfig,
     planned: np.ndarray,
     trained: np.ndarray,

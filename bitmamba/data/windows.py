@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from bitmamba.data.plan import Plan
-from bitmamba.data.store import TokenStore
+from bitmamba.data.store import DocumentStore
 from bitmamba.types import Batch
 
 
 def make_windows(
     plan: Plan,
-    stores: Sequence[TokenStore],
+    stores: Sequence[DocumentStore],
     indices: Sequence[int],
     *,
     window: int,
@@ -49,20 +49,20 @@ def _fill_row(
     row: int,
     stream: int,
     spans: np.ndarray,
-    stores: Sequence[TokenStore],
+    stores: Sequence[DocumentStore],
 ) -> None:
     store, at = stores[stream], 0
     for segment, (document, first, end) in enumerate(spans, start=1):
-        base = int(store.offsets[document])
-        start, stop, n = base + first, base + end, int(end - first)
+        tokens, weights = store.span(document, first, end)
+        n = len(tokens)
         to = slice(at, at + n)
-        batch.tokens[row, to] = store.tokens[start:stop]
+        batch.tokens[row, to] = tokens
         batch.segment_ids[row, to] = segment
         batch.positions[row, to] = np.arange(n)
         batch.source_ids[row, to] = store.sources[document]
         shifted = slice(at, at + n - 1)
-        batch.targets[row, shifted] = store.tokens[start + 1 : stop]
-        batch.loss_weights[row, shifted] = store.weights_of(start + 1, stop)
+        batch.targets[row, shifted] = tokens[1:]
+        batch.loss_weights[row, shifted] = weights[1:]
         at += n
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bitmamba.command_line import BAD_NUMBERS, DONE, FAILED
 from bitmamba.config import Config
-from bitmamba.data import DataBundle
+from bitmamba.data import DamagedTokensError, DataBundle
 from bitmamba.io.peers import of_jax
 from bitmamba.io.writer import MetricsWriter, NoWriter
 from bitmamba.report import screen, summary, units
@@ -54,6 +54,14 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
 
 def _train(run: Run) -> int:
     """Steps, evaluations and saves up to the last step; returns the exit code."""
+    try:
+        return _train_until_damage(run)
+    except DamagedTokensError as damage:
+        console.print(f"[red]error: {damage}")
+        return FAILED
+
+
+def _train_until_damage(run: Run) -> int:
     config, first = run.config, int(run.state.step)
     writer = NoWriter()
     if run.peers.is_first:

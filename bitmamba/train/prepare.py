@@ -62,7 +62,7 @@ def dry_run(config: Config, data: DataBundle, *, console: Console) -> None:
 
 
 def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
-    """Build, restore and compile.
+    """Build, restore and, unless the run is at its end, compile.
 
     Raises:
         ValueError: the checkpoint belongs to other data, settings or model; the
@@ -77,8 +77,10 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
     _show_start(console, config, data, parts)
     checkpointer = restore.make_checkpointer(config, data, peers)
     begin = restore.start_or_resume(config, parts, checkpointer)
-    compiled, seconds = build.compile_step(config, parts)
-    _show_memory(console, config, parts, plan.step_memory(compiled), seconds)
+    step = parts.step
+    if int(begin.state.step) < config.train.steps:  # else nothing is left to do with it
+        step, seconds = build.compile_step(config, parts)
+        _show_memory(console, config, parts, plan.step_memory(step), seconds)
     if peers.is_first:
         config_read.write_json(config, Path(config.workdir) / "config.json")
     batches = data.batches
@@ -94,7 +96,7 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
         data=data,
         batches=batches,
         parts=parts,
-        step=compiled,
+        step=step,
         state=begin.state,
         held=begin.held,
         frozen_digests=begin.digests,

@@ -74,3 +74,20 @@ def trained_texts():
         return made
 
     return trained_texts
+
+
+@pytest.fixture
+def write_records(tmp_path):
+    """Texts (or bytes) to an ArrayRecord file; returns its path."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    def write_records(records, name="a.array_record", *, group_size=4):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer = ArrayRecordWriter(str(path), f"group_size:{group_size}")
+        for record in records:
+            writer.write(record.encode() if isinstance(record, str) else record)
+        writer.close()
+        return path
+
+    return write_records

@@ -130,7 +130,7 @@ def test_long_rows_are_encoded_few_at_a_time(build, monkeypatch):
         return encode(examples, **settings)
 
     monkeypatch.setattr(loading, "encode_examples", spy)
-    monkeypatch.setattr(loading, "_BYTES_AT_ONCE", 5000)
+    monkeypatch.setattr(loading.Loader, "bytes_at_once", 5000)
 
     build([{"text": "x" * 2000}] * 7)
 

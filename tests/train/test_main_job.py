@@ -15,17 +15,17 @@ import pytest
 
 from bitmamba.io.checkpoint import load_params
 from bitmamba.paths import flatten
-from bitmamba.train import loop
+from bitmamba.train import build, loop
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
-    "model.layers": "M*",
+    "model.layers": "M-",
     "model.d_model": 32,
     "model.mamba2.headdim": 16,
     "model.mamba2.d_state": 8,
-    "model.attention.headdim": 8,
+    "model.mlp.d_ff": 32,
     "data.window": 64,
     "train.batch_size": 2,
     "eval.max_windows": 2,
@@ -140,9 +140,10 @@ def test_a_kill_a_sigterm_and_the_rest_are_bit_equal_to_all_at_once(base, unbrok
     assert [r["step"] for r in rows(workdir) if "eval/loss" in r] == [0, 4, 8]
 
 
-def test_a_finished_run_is_not_run_again(unbroken, capsys):
+def test_a_finished_run_is_not_run_again(unbroken, capsys, monkeypatch):
     workdir, _ = unbroken
     before = rows(workdir)
+    monkeypatch.setattr(build, "compile_step", lambda *_: pytest.fail("compiled"))
 
     assert run_here(workdir, {"train.steps": 8}) == 0
 
