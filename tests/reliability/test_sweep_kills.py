@@ -81,6 +81,7 @@ def run_here(jobs, workdir):
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+@pytest.mark.slow
 def test_a_sweep_killed_in_a_save_ends_as_if_it_was_not(jobs, tmp_path, capsys):
     unbroken = run_here(jobs, tmp_path / "unbroken")
     found = unbroken[0]
