@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from bitmamba.config import BitLinearConfig
+from bitmamba.quant.latent import CodedLatent
 from bitmamba.quant.ternary import TernaryWeight, ternarise
 from pallas_kernels import backend
 
@@ -45,8 +46,10 @@ def fake_quant_activations(x: jax.Array, cfg: BitLinearConfig) -> jax.Array:
     return _straight_through(x, codes * scale)
 
 
-def fake_quant_weight(w: jax.Array) -> jax.Array:
-    """The value of the ternary weight, with the gradient of w."""
+def fake_quant_weight(w: jax.Array | CodedLatent) -> jax.Array:
+    """The value of the ternary weight, with the gradient of w (of its latent)."""
+    if isinstance(w, CodedLatent):
+        return _straight_through(w.latent, w.weight().value())
     codes, scale = ternarise(w)
     return _straight_through(w, codes * scale)
 
@@ -84,12 +87,7 @@ def bit_linear(
 
 
 def _forward(x, w, cfg, dtype, kernels):
-    x_codes, x_scale = quantise_activations(x, cfg)
-    w_codes, w_scale = ternarise(w)
-    y = _scaled_product(x_codes, w_codes, x_scale, w_scale, dtype, kernels)
-    # The empty arrays carry the dtypes of x and w to the backward pass.
-    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
-    return y, (x_codes.astype(jnp.int8), x_scale, w_codes, w_scale, like)
+    return _coded_forward(x, w, TernaryWeight(*ternarise(w)), cfg, dtype, kernels)
 
 
 def _backward(cfg, dtype, kernels, residuals, dy):
@@ -103,6 +101,46 @@ def _backward(cfg, dtype, kernels, residuals, dy):
 
 
 bit_linear.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def coded_bit_linear(
+    x: jax.Array,
+    latent: jax.Array,
+    w: TernaryWeight,
+    cfg: BitLinearConfig,
+    dtype: jnp.dtype,
+    kernels: str = "auto",
+) -> jax.Array:
+    """`bit_linear` with the codes of its latent weight computed beforehand.
+
+    Args:
+        x: (..., D) float32. Activations, after the norm if there is one.
+        latent: (D, F) float32. Not read; the gradient is its.
+        w: its codes (D, F) in int8 and their scale.
+        cfg, dtype, kernels: as for `bit_linear`.
+
+    Returns:
+        (..., F) in dtype.
+
+    Gradient: that of `bit_linear`, to x and latent; none to w.
+    """
+    return _coded_forward(x, latent, w, cfg, dtype, kernels)[0]
+
+
+def _coded_forward(x, latent, w, cfg, dtype, kernels):
+    x_codes, x_scale = quantise_activations(x, cfg)
+    y = _scaled_product(x_codes, w.codes, x_scale, w.scale, dtype, kernels)
+    # The empty arrays carry the dtypes of x and the latent to the backward pass.
+    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), latent.dtype))
+    return y, (x_codes.astype(jnp.int8), x_scale, w.codes, w.scale, like)
+
+
+def _coded_backward(cfg, dtype, kernels, residuals, dy):
+    return *_backward(cfg, dtype, kernels, residuals, dy), None
+
+
+coded_bit_linear.defvjp(_coded_forward, _coded_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -29,7 +29,7 @@ from bitmamba.optim import (
 from bitmamba.report.plan import MemoryPlan
 from bitmamba.train.evaluate import make_eval_step
 from bitmamba.train.layout import Layout, make_layout
-from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
+from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn, make_ready
 from bitmamba.train.spike import SpikeRule
 from bitmamba.train.spread import spread_eval, spread_gradients
 from bitmamba.train.state import TrainState, init_state
@@ -92,6 +92,7 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         watch_zeros=config.train.mode == "lora",
         spike=_spike(config),
         compute=layout and spread_gradients(layout),
+        ready=make_ready(model, config.loss),
     )
     eval_step = make_eval_step(make_eval_loss(model), n_categories=len(data.categories))
     parts = Parts(

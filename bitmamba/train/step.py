@@ -30,7 +30,8 @@ class Pull(NamedTuple):
     start: Callable[[Any], Params]
 
 
-LossFn = Callable[[Params, Any, Batch, jax.Array], TokenLoss]
+# (trainable, frozen, batch, key), and what `ready` made if the step has it.
+LossFn = Callable[..., TokenLoss]
 
 
 def make_train_step(
@@ -45,6 +46,7 @@ def make_train_step(
     watch_zeros: bool = False,
     spike: SpikeRule | None = None,
     compute: Callable | None = None,
+    ready: Callable[[Params, Any], Any] | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """Build step(state, frozen, batch) -> (state, metrics).
 
@@ -55,7 +57,7 @@ def make_train_step(
     optimiser state and loss history stay as they were, bit for bit.
 
     Args:
-        loss_fn: (trainable, frozen, batch (B, L), key) -> TokenLoss.
+        loss_fn: (trainable, frozen, batch (B, L), key[, ready]) -> TokenLoss.
         update: (grads, opt_state, params[, hyper]) -> (updates, opt_state, report),
             the `update` of `bitmamba.optim`.
         n_categories: number of categories in `batch.source_ids`.
@@ -66,6 +68,9 @@ def make_train_step(
         watch_zeros: also return which leaves and gradients are exactly zero.
         spike: which losses are spikes; None calls none so.
         compute: what stands in for `gradients`, as over many devices; None is it.
+        ready: (trainable, frozen) -> what the loss needs of them whatever the batch is.
+            With several micro-batches it is made once and given to loss_fn, as data:
+            no gradient goes through it. None leaves all to loss_fn.
 
     Returns:
         A function to be jitted, with state donated; batch fields are (M, B, L).
@@ -86,6 +91,7 @@ def make_train_step(
             batch,
             n_categories=n_categories,
             divergence_weight=divergence_weight,
+            ready=ready,
             key=jax.random.fold_in(jax.random.key(seed), state.step),
         )
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
@@ -166,11 +172,13 @@ def gradients(
     n_categories,
     divergence_weight,
     key,
+    ready: Callable | None = None,
     over: tuple[str, ...] = (),
 ):
     """Gradients of the token-weighted mean over all micro-batches, and its parts.
 
     Args:
+        ready: as for `make_train_step`.
         over: mesh axes that the rows are spread over; the mean is over all rows, the
             results are this device's share of the sums.
 
@@ -182,8 +190,11 @@ def gradients(
         total = lax.psum(total, over)
     scale = jnp.where(total > 0, 1.0 / jnp.maximum(total, 1e-30), 0.0)
 
+    n_micro = batch.tokens.shape[0]
+    made = (ready(trainable, frozen),) if ready is not None and n_micro > 1 else ()
+
     def objective(trainable, micro: Batch, key):
-        nll, divergence = loss_fn(trainable, frozen, micro, key)
+        nll, divergence = loss_fn(trainable, frozen, micro, key, *made)
         value = (nll * micro.loss_weights).sum() * scale
         if divergence is not None:
             divergence = (divergence * micro.loss_weights).sum() * scale
@@ -192,7 +203,6 @@ def gradients(
         return value, (loss_sums(nll, micro, n_categories), divergence)
 
     gradient = jax.grad(objective, has_aux=True)
-    n_micro = batch.tokens.shape[0]
     if n_micro == 1:
         micro = jax.tree.map(lambda x: x[0], batch)
         grads, (sums, divergence) = gradient(trainable, micro, key)
