@@ -47,11 +47,15 @@ def fake_quant_activations(x: jax.Array, cfg: BitLinearConfig) -> jax.Array:
 
 
 def fake_quant_weight(w: jax.Array | CodedLatent) -> jax.Array:
-    """The value of the ternary weight, with the gradient of w (of its latent)."""
-    if isinstance(w, CodedLatent):
-        return _straight_through(w.latent, w.weight().value())
-    codes, scale = ternarise(w)
-    return _straight_through(w, codes * scale)
+    """The value of the ternary weight, with the gradient of w (of its latent).
+
+    In float32 whatever w is: bfloat16 would round the scale.
+    """
+    is_coded = isinstance(w, CodedLatent)
+    latent = w.latent if is_coded else w
+    weight = w.weight() if is_coded else TernaryWeight(*ternarise(w))
+    wide = jnp.promote_types(latent.dtype, jnp.float32)
+    return _straight_through(latent.astype(wide), weight.value())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -24,6 +24,7 @@ from bitmamba.optim.groups import (
     group_table,
     split_frozen,
 )
+from bitmamba.optim.narrow import add_rounded, kept_gradients
 from bitmamba.optim.schedules import Schedule, make_schedule
 from bitmamba.types import Params
 
@@ -34,10 +35,12 @@ __all__ = [
     "Hyper",
     "Optimizer",
     "Preconditioner",
+    "add_rounded",
     "assign_groups",
     "chain_hints",
     "group_table",
     "hyper",
+    "kept_gradients",
     "make_optimizer",
     "make_schedule",
     "split_frozen",
