@@ -91,7 +91,17 @@ def bit_linear(
 
 
 def _forward(x, w, cfg, dtype, kernels):
-    return _coded_forward(x, w, TernaryWeight(*ternarise(w)), cfg, dtype, kernels)
+    quantised = quantise_activations(x, cfg)
+    codes = TernaryWeight(*ternarise(w))
+    return _multiply(quantised, codes, (x, w), dtype, kernels)
+
+
+def _multiply(quantised, w, inputs, dtype, kernels):
+    x_codes, x_scale = quantised
+    y = _scaled_product(x_codes, w.codes, x_scale, w.scale, dtype, kernels)
+    # The empty arrays carry the inputs' dtypes to the backward pass.
+    like = tuple(jnp.zeros((0,), array.dtype) for array in inputs)
+    return y, (x_codes.astype(jnp.int8), x_scale, w.codes, w.scale, like)
 
 
 def _backward(cfg, dtype, kernels, residuals, dy):
@@ -133,11 +143,7 @@ def coded_bit_linear(
 
 
 def _coded_forward(x, latent, w, cfg, dtype, kernels):
-    x_codes, x_scale = quantise_activations(x, cfg)
-    y = _scaled_product(x_codes, w.codes, x_scale, w.scale, dtype, kernels)
-    # The empty arrays carry the dtypes of x and the latent to the backward pass.
-    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), latent.dtype))
-    return y, (x_codes.astype(jnp.int8), x_scale, w.codes, w.scale, like)
+    return _multiply(quantise_activations(x, cfg), w, (x, latent), dtype, kernels)
 
 
 def _coded_backward(cfg, dtype, kernels, residuals, dy):
