@@ -98,7 +98,7 @@ def build_optimizer(
     )
 
     def update(grads, state, params, hyper: Hyper | None = None):
-        grads = _float32(grads)
+        # Cast where they are read: passed on as float32 they would be held so.
         raw = leaf_norms(grads, norm=cfg.norm)
         norms = raw if clamp is None else leaf_norms(grads, norm=cfg.norm, clamp=clamp)
         count = state["schedule"].count
