@@ -222,8 +222,8 @@ class OptimConfig:
         end at lr * `final_lr_share`.
     clamp: element-wise limit of the gradient; None is none.
     max_norm, norm: clip the gradient's "l2" or "inf" norm; None is none.
-    gradient_dtype: "bfloat16" keeps the gradients of matrices so, and their sums over
-        micro-batches: half of their memory.
+    gradient_dtype: "bfloat16" keeps the gradients of matrices so, their sums over
+        micro-batches, and updates until they are added: half of their memory.
     master_dtype: "bfloat16" keeps the kernels of projections and of the head so, in
         full training; updates are rounded stochastically. A micro-batch's gradients
         of them are bfloat16 then. What both cost: bitmamba/optim/README.md.

@@ -99,8 +99,9 @@ def make_optimizer(
     Raises:
         ValueError: an unknown name, a parameter without a rule, nothing to train.
 
-    Numerics: gradients become float32 first; states and updates are float32. Adding
-        an update rounds once, to the parameter's dtype.
+    Numerics: gradients become float32 first; states and updates are float32, but
+        updates of matrices of `cfg.gradient_dtype`. Adding an update rounds once, to
+        the parameter's dtype.
     """
     if cfg.name not in TRANSFORMS:
         raise ValueError(

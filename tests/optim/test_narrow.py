@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bitmamba.config import OptimConfig
+from bitmamba.optim import make_optimizer
 from bitmamba.optim.narrow import add_rounded, kept_gradients, stochastic_round
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -125,3 +127,18 @@ def test_only_matrices_have_narrow_gradients():
     assert dtypes == {"kernel": "bfloat16", "scale": "float32", "conv": "float32"}
     back = kept_gradients(kept, dtype="float32")
     assert {g.dtype for g in back.values()} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_of_matrices_are_kept_as_their_gradients_are(dtype):
+    cfg = OptimConfig(gradient_dtype=dtype)
+    params = {"kernel": jnp.ones((4, 6)), "scale": jnp.ones(4)}
+    optimizer = make_optimizer(cfg, params, steps=5)
+    grads = kept_gradients(params, dtype=dtype)
+
+    updates, state, _ = optimizer.update(grads, optimizer.init(params), params)
+
+    assert updates["kernel"].dtype == jnp.dtype(dtype)
+    assert updates["scale"].dtype == jnp.float32
+    stats = jax.tree.leaves(state["precondition"].stats)
+    assert {leaf.dtype for leaf in stats} == {jnp.dtype("float32")}
