@@ -230,6 +230,11 @@ class OptimConfig:
         end at lr * `final_lr_share`.
     clamp: element-wise limit of the gradient; None is none.
     max_norm, norm: clip the gradient's "l2" or "inf" norm; None is none.
+    gradient_dtype: "bfloat16" keeps the gradients of matrices so, their sums over
+        micro-batches, and updates until they are added: half of their memory.
+    master_dtype: "bfloat16" keeps the kernels of projections and of the head so, in
+        full training; updates are rounded stochastically. A micro-batch's gradients
+        of them are bfloat16 then. What both cost: bitmamba/optim/README.md.
     """
 
     name: str = "adafactor"
@@ -242,6 +247,8 @@ class OptimConfig:
     clamp: float | None = None
     max_norm: float | None = 1.0
     norm: str = "l2"
+    gradient_dtype: str = "float32"
+    master_dtype: str = "float32"
     rules: tuple[Rule, ...] = (Rule(pattern=".*"),)
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)

@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     _check_model(config.model)
     _check_data(config)
     _check_optim(config.optim)
+    _check_masters(config)
     _check_train(config)
     _check_lora(config)
     _check_loss(config)
@@ -138,6 +139,8 @@ def _check_optim(optim: OptimConfig) -> None:
     where = "config.optim"
     _choice(f"{where}.name", optim.name, ("adafactor", "adamw"))
     _choice(f"{where}.norm", optim.norm, ("l2", "inf"))
+    for name in ("gradient_dtype", "master_dtype"):
+        _choice(f"{where}.{name}", getattr(optim, name), ("float32", "bfloat16"))
     _choice(
         f"{where}.schedule", optim.schedule, ("constant", "cosine", "linear", "wsd")
     )
@@ -168,6 +171,22 @@ def _check_optim(optim: OptimConfig) -> None:
     for i, rule in enumerate(optim.rules):
         _not_negative(f"{where}.rules[{i}].lr_mult", rule.lr_mult)
         _pattern(f"{where}.rules[{i}].pattern", rule.pattern)
+
+
+def _check_masters(config: Config) -> None:
+    where = "config.optim.master_dtype: got bfloat16"
+    if config.optim.master_dtype == "float32":
+        return
+    if config.train.mode != "full":
+        raise ValueError(
+            f"{where} with train.mode={config.train.mode}; expected train.mode=full "
+            "(little else trains, and that in float32); set it to float32"
+        )
+    if config.loss.pull:
+        raise ValueError(
+            f"{where} with loss.pull={config.loss.pull:g}; expected no pull (its steps "
+            "would be lost to rounding); set one of them back"
+        )
 
 
 def _check_train(config: Config) -> None:

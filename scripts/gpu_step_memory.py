@@ -3,6 +3,7 @@
     python scripts/gpu_step_memory.py
     python scripts/gpu_step_memory.py --models=student_1b4 --ways=lora --codes=int8
     python scripts/gpu_step_memory.py --layers=4 --target=rtx4090
+    python scripts/gpu_step_memory.py --ways=full --accumulation=8 --gradients=bfloat16
 
 A LoRA step of 4096 tokens and a full step (Adafactor) of 2048, by the recipes of
 configs/lora.py and configs/sft.py with one row and no accumulation; by shape only, so
@@ -36,6 +37,18 @@ flags.DEFINE_list("models", ["student_1b4", "bitmamba2_1b"], "Of configs/presets
 flags.DEFINE_list("ways", ["lora", "full"], "What trains.")
 flags.DEFINE_integer("layers", 0, "Only the first so many layers; 0: all.")
 flags.DEFINE_integer("accumulation", 1, "Micro-batches of a step.")
+flags.DEFINE_enum(
+    "gradients",
+    "float32",
+    ["float32", "bfloat16"],
+    "config.optim.gradient_dtype of full steps.",
+)
+flags.DEFINE_enum(
+    "masters",
+    "float32",
+    ["float32", "bfloat16"],
+    "config.optim.master_dtype of full steps.",
+)
 flags.DEFINE_enum("codes", "int8", ["compute", "int8"], "config.lora.codes.")
 flags.DEFINE_float("tmkl", 0.0, "config.loss.tmkl; above 0 the base runs too.")
 FLAGS = flags.FLAGS
@@ -59,6 +72,9 @@ def make_config(model: str, way: str):
     if way == "lora":
         values.loss.tmkl = FLAGS.tmkl
         values.lora.codes = FLAGS.codes
+    else:
+        values.optim.gradient_dtype = FLAGS.gradients
+        values.optim.master_dtype = FLAGS.masters
     if FLAGS.layers:
         values.model.layers = values.model.layers[: FLAGS.layers]
     config = from_config_dict(values)

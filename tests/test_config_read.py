@@ -72,6 +72,16 @@ def test_flags_can_unset_an_optional_text(text):
         ({"optim.lr": "1e-3"}, r"config\.optim\.lr: got '1e-3'; expected a number"),
         ({"optim.adafactor.eps1": (1e-30,)}, r"eps1: got \(1e-30,\)"),
         ({"optim.name": "adam"}, "expected one of adafactor, adamw"),
+        ({"optim.gradient_dtype": "float16"}, "expected one of float32, bfloat16"),
+        ({"optim.master_dtype": "int8"}, "expected one of float32, bfloat16"),
+        (
+            {"optim.master_dtype": "bfloat16", "train.mode": "lora"},
+            "with train.mode=lora; expected train.mode=full",
+        ),
+        (
+            {"optim.master_dtype": "bfloat16", "loss.pull": 0.1},
+            r"with loss\.pull=0\.1; expected no pull",
+        ),
         ({"optim.rules": ({"pattern": "("},)}, r"rules\[0\]\.pattern"),
         ({"optim.rules": ({"patern": "."},)}, r"rules\[0\]\.patern: unknown setting"),
         ({"train.steps": -5}, r"config\.train\.steps: got -5; expected at least 1"),

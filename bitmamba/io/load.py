@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -28,7 +29,8 @@ def load_params(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
             taken, with one line for each damaged one), or a step's folder.
 
     Returns:
-        (nested dict of numpy arrays in the saved dtypes, the step's meta).
+        (nested dict of numpy arrays in the saved dtypes, but float32 for bfloat16, the
+        step's meta).
 
     Raises:
         ValueError: nothing there, no whole step, or adapters without their base.
@@ -57,7 +59,7 @@ def _newest_whole(
         try:
             record = read_meta(folder)
             table = record["digests"]["trainable"]
-            trainable = read_whole(folder / "trainable", table)
+            trainable = _widened(read_whole(folder / "trainable", table))
             frozen = read_frozen(folder.parent, record) if with_frozen else {}
         except DamagedError as damage:
             reasons.append(f"{folder}: {damage}")
@@ -65,6 +67,14 @@ def _newest_whole(
             continue
         return trainable, frozen, record
     raise ValueError(f"checkpoint {reasons[0]}; expected a whole step to load from")
+
+
+def _widened(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """bfloat16, which only training keeps, as float32: the same values."""
+    return {
+        path: x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
+        for path, x in arrays.items()
+    }
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from bitmamba.config import BitLinearConfig
+from bitmamba.quant.latent import CodedLatent
 from bitmamba.quant.ternary import TernaryWeight, ternarise
 from pallas_kernels import backend
 
@@ -45,10 +46,16 @@ def fake_quant_activations(x: jax.Array, cfg: BitLinearConfig) -> jax.Array:
     return _straight_through(x, codes * scale)
 
 
-def fake_quant_weight(w: jax.Array) -> jax.Array:
-    """The value of the ternary weight, with the gradient of w."""
-    codes, scale = ternarise(w)
-    return _straight_through(w, codes * scale)
+def fake_quant_weight(w: jax.Array | CodedLatent) -> jax.Array:
+    """The value of the ternary weight, with the gradient of w (of its latent).
+
+    In float32 whatever w is: bfloat16 would round the scale.
+    """
+    is_coded = isinstance(w, CodedLatent)
+    latent = w.latent if is_coded else w
+    weight = w.weight() if is_coded else TernaryWeight(*ternarise(w))
+    wide = jnp.promote_types(latent.dtype, jnp.float32)
+    return _straight_through(latent.astype(wide), weight.value())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -84,12 +91,17 @@ def bit_linear(
 
 
 def _forward(x, w, cfg, dtype, kernels):
-    x_codes, x_scale = quantise_activations(x, cfg)
-    w_codes, w_scale = ternarise(w)
-    y = _scaled_product(x_codes, w_codes, x_scale, w_scale, dtype, kernels)
-    # The empty arrays carry the dtypes of x and w to the backward pass.
-    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
-    return y, (x_codes.astype(jnp.int8), x_scale, w_codes, w_scale, like)
+    quantised = quantise_activations(x, cfg)
+    codes = TernaryWeight(*ternarise(w))
+    return _multiply(quantised, codes, (x, w), dtype, kernels)
+
+
+def _multiply(quantised, w, inputs, dtype, kernels):
+    x_codes, x_scale = quantised
+    y = _scaled_product(x_codes, w.codes, x_scale, w.scale, dtype, kernels)
+    # The empty arrays carry the inputs' dtypes to the backward pass.
+    like = tuple(jnp.zeros((0,), array.dtype) for array in inputs)
+    return y, (x_codes.astype(jnp.int8), x_scale, w.codes, w.scale, like)
 
 
 def _backward(cfg, dtype, kernels, residuals, dy):
@@ -103,6 +115,42 @@ def _backward(cfg, dtype, kernels, residuals, dy):
 
 
 bit_linear.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def coded_bit_linear(
+    x: jax.Array,
+    latent: jax.Array,
+    w: TernaryWeight,
+    cfg: BitLinearConfig,
+    dtype: jnp.dtype,
+    kernels: str = "auto",
+) -> jax.Array:
+    """`bit_linear` with the codes of its latent weight computed beforehand.
+
+    Args:
+        x: (..., D) float32. Activations, after the norm if there is one.
+        latent: (D, F) float32. Not read; the gradient is its.
+        w: its codes (D, F) in int8 and their scale.
+        cfg, dtype, kernels: as for `bit_linear`.
+
+    Returns:
+        (..., F) in dtype.
+
+    Gradient: that of `bit_linear`, to x and latent; none to w.
+    """
+    return _coded_forward(x, latent, w, cfg, dtype, kernels)[0]
+
+
+def _coded_forward(x, latent, w, cfg, dtype, kernels):
+    return _multiply(quantise_activations(x, cfg), w, (x, latent), dtype, kernels)
+
+
+def _coded_backward(cfg, dtype, kernels, residuals, dy):
+    return *_backward(cfg, dtype, kernels, residuals, dy), None
+
+
+coded_bit_linear.defvjp(_coded_forward, _coded_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

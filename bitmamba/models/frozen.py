@@ -1,10 +1,16 @@
-"""Frozen weights as the layers multiply by them: quantised or cast once for all."""
+"""Weights as the layers multiply by them, made beforehand.
+
+Frozen ones are quantised or cast once for all; the codes of what trains once a step.
+"""
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from bitmamba import paths
 from bitmamba.config import ModelConfig
+from bitmamba.quant.latent import CodedLatent, Codes, make_codes
 from bitmamba.quant.ternary import freeze_ternary
 from bitmamba.types import Params
 
@@ -38,6 +44,29 @@ def freeze(tree: Params, cfg: ModelConfig, *, codes: str = "compute") -> Params:
 
 
 _freeze_ternary = jax.jit(freeze_ternary, static_argnums=1)
+
+
+def trained_codes(tree: Params, cfg: ModelConfig) -> dict[str, Codes]:
+    """{path: codes} of the ternary kernels of a tree whose latent weights train.
+
+    Args:
+        tree: parameters; any part of a model's.
+        cfg: of the model. With `remat` codes are packed: layers keep no codes for their
+            backward pass then, so at a byte each these would be the largest of all that
+            a step holds beside the weights and their gradients.
+    """
+    if cfg.linear != "bit":
+        return {}
+    kernels = {p: w for p, w in paths.flatten(tree).items() if is_projection(p)}
+    return {path: make_codes(w, packed=cfg.remat) for path, w in kernels.items()}
+
+
+def with_codes(tree: Params, codes: Mapping[str, Codes]) -> Params:
+    """The tree with a `CodedLatent` wherever there are codes of `trained_codes`."""
+    flat = paths.flatten(tree)
+    return paths.unflatten(
+        flat | {p: CodedLatent(flat[p], c) for p, c in codes.items()}
+    )
 
 
 def is_projection(path: str) -> bool:

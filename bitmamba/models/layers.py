@@ -7,10 +7,11 @@ from flax import linen as nn
 from bitmamba.config import BitLinearConfig, ModelConfig
 from bitmamba.models import adapters, bitlinear, init, lora_linear
 from bitmamba.models.recompute import recompute
+from bitmamba.quant.latent import CodedLatent
 from bitmamba.quant.ternary import TernaryWeight
 from bitmamba.types import Features
 
-Kernel = jax.Array | TernaryWeight
+Kernel = jax.Array | TernaryWeight | CodedLatent
 
 
 def rms_norm(
@@ -45,7 +46,8 @@ def linear(
 
     Args:
         x: (..., D) float.
-        w: (D, F) float, or a frozen ternary weight, which needs `bit`.
+        w: (D, F) float; or a ternary weight, frozen or with its latent, which needs
+            `bit`.
         bit: quantise both sides so (BitLinear), or None for a plain product.
         dtype: of the computation.
         kernels: implementation of the products of codes.
@@ -60,6 +62,9 @@ def linear(
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if isinstance(w, TernaryWeight):
         return bitlinear.frozen_bit_linear(x, w, bit, jnp.dtype(dtype), kernels)
+    if isinstance(w, CodedLatent):
+        rest = (w.latent, w.weight(), bit, jnp.dtype(dtype), kernels)
+        return bitlinear.coded_bit_linear(x, *rest)
     return bitlinear.bit_linear(x, w, bit, jnp.dtype(dtype), kernels)
 
 
@@ -69,9 +74,16 @@ def kernel_of(
     """The module's "kernel", an array or packed; Flax's own check wants an array."""
     if module.has_variable("params", "kernel"):
         kernel = module.get_variable("params", "kernel")
-        if isinstance(kernel, TernaryWeight):
+        if isinstance(kernel, TernaryWeight | CodedLatent):
             return kernel
     return module.param("kernel", make, shape)
+
+
+def _unquantised(kernel: Kernel) -> jax.Array:
+    """The latent weight; of a frozen ternary one its value, as it has no other."""
+    if isinstance(kernel, TernaryWeight):
+        return kernel.value()
+    return kernel.latent if isinstance(kernel, CodedLatent) else kernel
 
 
 class RMSNorm(nn.Module):
@@ -123,7 +135,7 @@ class Linear(nn.Module):
 
         def forward(x, kernel, branches):
             y = linear(x, kernel, bit=bit, dtype=dtype, kernels=self.kernels)
-            weight = kernel.value() if isinstance(kernel, TernaryWeight) else kernel
+            weight = _unquantised(kernel)
             return adapters.add_branches(y, x, branches, weight=weight, key=key)
 
         if lora_linear.applies(

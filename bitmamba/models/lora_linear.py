@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from bitmamba.models.adapters import Adapter
+from bitmamba.quant.latent import CodedLatent
 from bitmamba.quant.ternary import TernaryWeight
 from pallas_kernels import backend
 
@@ -27,7 +28,7 @@ Forward = Callable[[jax.Array, Kernel, Sequence[Adapter]], jax.Array]
 def applies(
     kernels: str,
     x: jax.Array,
-    kernel: Kernel,
+    kernel: Kernel | CodedLatent,
     branches: Sequence[Adapter],
     *,
     is_dropping: bool,
@@ -42,7 +43,7 @@ def applies(
         kernel: (D, F), an array or packed.
         branches: its adapters.
         is_dropping: dropout is on.
-        is_latent: the kernel is quantised in every forward pass; it trains.
+        is_latent: the kernel is a latent weight; it trains.
         dtype: of the computation.
 
     Raises:

@@ -24,6 +24,7 @@ from bitmamba.optim.groups import (
     group_table,
     split_frozen,
 )
+from bitmamba.optim.narrow import add_rounded, kept_gradients
 from bitmamba.optim.schedules import Schedule, make_schedule
 from bitmamba.types import Params
 
@@ -34,10 +35,12 @@ __all__ = [
     "Hyper",
     "Optimizer",
     "Preconditioner",
+    "add_rounded",
     "assign_groups",
     "chain_hints",
     "group_table",
     "hyper",
+    "kept_gradients",
     "make_optimizer",
     "make_schedule",
     "split_frozen",
@@ -96,8 +99,9 @@ def make_optimizer(
     Raises:
         ValueError: an unknown name, a parameter without a rule, nothing to train.
 
-    Numerics: gradients become float32 first; states and updates are float32. Adding
-        an update rounds once, to the parameter's dtype.
+    Numerics: gradients become float32 first; states and updates are float32, but
+        updates of matrices of `cfg.gradient_dtype`. Adding an update rounds once, to
+        the parameter's dtype.
     """
     if cfg.name not in TRANSFORMS:
         raise ValueError(

@@ -14,6 +14,7 @@ import optax
 from bitmamba.config import OptimConfig
 from bitmamba.optim.clipping import clip_by_norm
 from bitmamba.optim.groups import Groups, trainable_groups
+from bitmamba.optim.narrow import kept_gradients
 from bitmamba.optim.norms import leaf_norms
 from bitmamba.optim.report import update_report
 from bitmamba.optim.schedules import Schedule, make_schedule
@@ -98,13 +99,17 @@ def build_optimizer(
     )
 
     def update(grads, state, params, hyper: Hyper | None = None):
-        grads = _float32(grads)
+        # Cast where they are read: passed on as float32 they would be held so.
         raw = leaf_norms(grads, norm=cfg.norm)
         norms = raw if clamp is None else leaf_norms(grads, norm=cfg.norm, clamp=clamp)
         count = state["schedule"].count
         rate = schedule(count) if hyper is None else schedule(count, lr=hyper.lr)
         given = {} if hyper is None else {"rate": rate, "hyper": hyper}
         updates, new_state = chain.update(grads, state, params, norms=norms, **given)
+        if cfg.gradient_dtype != "float32":
+            # All are held until the report is made, so in no more than gradients were.
+            updates = kept_gradients(updates, dtype=cfg.gradient_dtype)
+            updates = jax.lax.optimization_barrier(updates)
         at_floor = preconditioner.at_floor
         report = update_report(
             grads=grads,

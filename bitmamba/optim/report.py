@@ -125,7 +125,7 @@ def _clamped_share(grads, norms, *, clamp):
     """Counted only where a norm says that some element may be beyond the clamp."""
 
     def count(grads):
-        beyond = sum(_count(jnp.abs(g) > clamp) for g in grads)
+        beyond = sum(_count(jnp.abs(g.astype(jnp.float32)) > clamp) for g in grads)
         return beyond / sum(g.size for g in grads)
 
     some = jnp.any(jnp.stack(norms) > clamp)

@@ -68,7 +68,8 @@ def _own_first_values(
 ) -> Params:
     """Base parameters that train, as they were before step 1."""
     if int(begin.state.step) > 0:
-        return build.split_trainable(config, restore.base_params(config, parts))[0]
+        own = build.split_trainable(config, restore.base_params(config, parts))[0]
+        return build.as_masters(config, own)
     return paths.split(begin.state.trainable, lambda path: not is_adapter_leaf(path))[0]
 
 

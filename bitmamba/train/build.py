@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,19 +18,21 @@ from bitmamba.data import DataBundle
 from bitmamba.lora.adapters import adapter_shapes, is_adapter_leaf
 from bitmamba.lora.placement import place_adapters
 from bitmamba.models import LM, build_model, param_shapes
-from bitmamba.models.frozen import freeze
+from bitmamba.models.frozen import freeze, is_projection
 from bitmamba.models.sites import adapter_sites, state_offset_shapes
 from bitmamba.optim import (
     TRANSFORMS,
     Optimizer,
+    add_rounded,
     hyper,
+    kept_gradients,
     make_optimizer,
     split_frozen,
 )
 from bitmamba.report.plan import MemoryPlan
 from bitmamba.train.evaluate import make_eval_step
 from bitmamba.train.layout import Layout, make_layout
-from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn
+from bitmamba.train.objective import Frozen, make_eval_loss, make_loss_fn, make_ready
 from bitmamba.train.spike import SpikeRule
 from bitmamba.train.spread import spread_eval, spread_gradients
 from bitmamba.train.state import TrainState, init_state
@@ -43,7 +46,8 @@ class Parts(NamedTuple):
     """What a run consists of before anything is allocated or compiled.
 
     base_shapes: the model's own parameters. trainable, frozen: the split of those and
-    of the adapters, float32, as they are saved. held: what the step gets as frozen.
+    of the adapters, as they are saved: float32, or what `as_masters` makes of it. held:
+    what the step gets as frozen.
     All are trees of ShapeDtypeStructs.
     offsets: shapes of the state offsets that train, by path.
     layout: over which devices all of it lies; None is one device.
@@ -74,6 +78,7 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
     offsets = state_offset_shapes(config.model) if config.lora.state_offset else {}
     everything = paths.merge(base_shapes, adapter_shapes(model.adapters, offsets))
     trainable, frozen = split_trainable(config, everything)
+    trainable = jax.eval_shape(partial(as_masters, config), trainable)
     optimizer = make_optimizer(
         config.optim,
         trainable,
@@ -92,6 +97,9 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
         watch_zeros=config.train.mode == "lora",
         spike=_spike(config),
         compute=layout and spread_gradients(layout),
+        ready=make_ready(model, config.loss),
+        keep=_keep(config),
+        add=add_rounded if config.optim.master_dtype == "bfloat16" else None,
     )
     eval_step = make_eval_step(make_eval_loss(model), n_categories=len(data.categories))
     parts = Parts(
@@ -182,6 +190,22 @@ def split_trainable(config: Config, tree: Params) -> tuple[Params, Params]:
     )
 
 
+def as_masters(config: Config, trainable: Params) -> Params:
+    """What trains in the dtypes in which the run keeps it; float32 stays as it is."""
+    if config.optim.master_dtype == "float32":
+        return trainable
+    flat = {
+        path: jnp.asarray(leaf, jnp.bfloat16) if is_projection(path) else leaf
+        for path, leaf in paths.flatten(trainable).items()
+    }
+    return paths.unflatten(flat)
+
+
+def _keep(config: Config) -> Callable[[Params], Params] | None:
+    dtype = config.optim.gradient_dtype
+    return None if dtype == "float32" else partial(kept_gradients, dtype=dtype)
+
+
 def _spike(config: Config) -> SpikeRule | None:
     if not config.guard.spike_sigmas:
         return None
@@ -255,9 +279,10 @@ def memory_plan(config: Config, parts: Parts) -> MemoryPlan:
         init = make_optimizer(optim, parts.trainable, steps=config.train.steps).init
         states[name] = size(jax.eval_shape(init, parts.trainable))
     mine = states.pop(config.optim.name)
+    keep = _keep(config) or (lambda grads: grads)
     return MemoryPlan(
         parameters=size((parts.trainable, parts.held)),
-        gradients=size(parts.trainable),
+        gradients=size(jax.eval_shape(keep, parts.trainable)),
         optimizer_name=config.optim.name,
         optimizer=mine,
         others=states,

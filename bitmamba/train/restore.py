@@ -22,6 +22,7 @@ from bitmamba.models import build_model, init_params
 from bitmamba.models.frozen import projection_value
 from bitmamba.train.build import (
     Parts,
+    as_masters,
     first_state,
     hold,
     split_trainable,
@@ -228,6 +229,7 @@ def first_values(
         held: of the run, without the adapters in its start.
     """
     trainable = paths.merge(own, _first_adapters(config, parts, held.weights))
+    trainable = as_masters(config, trainable)
     return trainable, held._replace(start=hold(config, trainable, {}).start)
 
 
@@ -262,6 +264,9 @@ def fingerprints(config: Config, data: DataBundle) -> dict[str, Any]:
     """What must not change between a save and a resume, by name."""
     plain = config_read.to_json(config)
     plain["train"].pop("max_bad_steps")
+    for name in ("gradient_dtype", "master_dtype"):
+        if plain["optim"][name] == "float32":  # as runs from before these settings
+            plain["optim"].pop(name)
     used = {}
     if config.train.mode == "lora":
         used["lora"] = plain["lora"]

@@ -22,16 +22,32 @@ def spread_gradients(layout: Layout) -> Callable:
     Random draws (dropout) are each device's own, so they depend on their number.
     """
 
-    def compute(loss_fn, trainable, frozen, batch, *, key, **settings):
+    def compute(loss_fn, trainable, frozen, batch, *, key, ready=None, **settings):
         cut, held = layout.specs(trainable), layout.specs(frozen)
+        if ready is not None:
+            shapes = jax.eval_shape(ready, trainable, frozen)
+            kept = layout.specs(shapes)
 
-        def whole_loss(trainable, frozen, micro, key):
-            return loss_fn(gather(trainable, cut), gather(frozen, held), micro, key)
+        def whole_loss(trainable, frozen, micro, key, *made):
+            made = [gather(one, kept) for one in made]
+            whole = gather(trainable, cut), gather(frozen, held)
+            return loss_fn(*whole, micro, key, *made)
+
+        def own_ready(trainable, frozen):
+            # Of whole leaves, so to the bit that of one device; kept in parts.
+            return own(ready(gather(trainable, cut), gather(frozen, held)), kept)
 
         def local(trainable, frozen, batch, key):
             key = jax.random.fold_in(key, lax.axis_index(AXES))
             grads, *sums = gradients(
-                whole_loss, trainable, frozen, batch, key=key, over=AXES, **settings
+                whole_loss,
+                trainable,
+                frozen,
+                batch,
+                key=key,
+                ready=own_ready if ready is not None else None,
+                over=AXES,
+                **settings,
             )
             return (
                 jax.tree.map(lambda g, s: lax.psum(g, _missing(s)), grads, cut),
@@ -79,6 +95,20 @@ def gather(tree: Any, specs: Any) -> Any:
         if FSDP not in spec:
             return part
         return lax.all_gather(part, FSDP, axis=spec.index(FSDP), tiled=True)
+
+    return jax.tree.map(one, tree, specs)
+
+
+def own(tree: Any, specs: Any) -> Any:
+    """This device's parts of whole leaves; `gather` undoes it."""
+
+    def one(leaf, spec):
+        if FSDP not in spec:
+            return leaf
+        axis = spec.index(FSDP)
+        size = leaf.shape[axis] // lax.axis_size(FSDP)
+        start = lax.axis_index(FSDP) * size
+        return lax.dynamic_slice_in_dim(leaf, start, size, axis)
 
     return jax.tree.map(one, tree, specs)
 

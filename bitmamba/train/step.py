@@ -30,7 +30,8 @@ class Pull(NamedTuple):
     start: Callable[[Any], Params]
 
 
-LossFn = Callable[[Params, Any, Batch, jax.Array], TokenLoss]
+# (trainable, frozen, batch, key), and what `ready` made if the step has it.
+LossFn = Callable[..., TokenLoss]
 
 
 def make_train_step(
@@ -45,6 +46,9 @@ def make_train_step(
     watch_zeros: bool = False,
     spike: SpikeRule | None = None,
     compute: Callable | None = None,
+    ready: Callable[[Params, Any], Any] | None = None,
+    keep: Callable[[Params], Params] | None = None,
+    add: Callable[..., Params] | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """Build step(state, frozen, batch) -> (state, metrics).
 
@@ -55,7 +59,7 @@ def make_train_step(
     optimiser state and loss history stay as they were, bit for bit.
 
     Args:
-        loss_fn: (trainable, frozen, batch (B, L), key) -> TokenLoss.
+        loss_fn: (trainable, frozen, batch (B, L), key[, ready]) -> TokenLoss.
         update: (grads, opt_state, params[, hyper]) -> (updates, opt_state, report),
             the `update` of `bitmamba.optim`.
         n_categories: number of categories in `batch.source_ids`.
@@ -66,6 +70,13 @@ def make_train_step(
         watch_zeros: also return which leaves and gradients are exactly zero.
         spike: which losses are spikes; None calls none so.
         compute: what stands in for `gradients`, as over many devices; None is it.
+        ready: (trainable, frozen) -> what the loss needs of them whatever the batch is.
+            With several micro-batches it is made once and given to loss_fn, as data:
+            no gradient goes through it. None leaves all to loss_fn.
+        keep: gradients -> the same in the dtypes in which they are kept and summed;
+            None keeps them as they come.
+        add: (params, updates, key=…) -> params, for parameters that are not float32;
+            update then sees them in float32. None adds in the parameters' dtype.
 
     Returns:
         A function to be jitted, with state donated; batch fields are (M, B, L).
@@ -86,17 +97,23 @@ def make_train_step(
             batch,
             n_categories=n_categories,
             divergence_weight=divergence_weight,
+            ready=ready,
+            keep=keep,
             key=jax.random.fold_in(jax.random.key(seed), state.step),
         )
+        params = state.trainable
+        if keep is not None or add is not None:
+            # Else XLA leaves the rounding out, and keeps what it should not.
+            grads = lax.optimization_barrier(grads)
+        if add is not None:
+            params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
         loss = sums.loss.sum() / jnp.maximum(sums.weight.sum(), 1e-30)
         is_good = finite.all() & jnp.isfinite(loss)
         if divergence is not None:
             is_good &= jnp.isfinite(divergence)
         given = () if hyper is None else (hyper(frozen),)
-        updates, opt_state, report = update(
-            grads, state.opt_state, state.trainable, *given
-        )
+        updates, opt_state, report = update(grads, state.opt_state, params, *given)
         # Norms of all updates are in it, so a finite report means finite parameters.
         update_is_finite = _all_finite(report)
         is_good &= update_is_finite
@@ -104,7 +121,10 @@ def make_train_step(
         is_good &= ~(loss > limit)
         # The report reads the old values: done before they are overwritten in place.
         old, report = lax.optimization_barrier((state.trainable, report))
-        trainable = jax.tree.map(lambda p, u: p + u.astype(p.dtype), old, updates)
+        if add is None:
+            trainable = jax.tree.map(lambda p, u: p + u.astype(p.dtype), old, updates)
+        else:
+            trainable = add(old, updates, key=_rounding_key(seed, state.step))
         if pull is not None:
             trainable = _pulled(trainable, pull, frozen, divergence)
         # A choice of values, not a branch: each array is then updated in its place,
@@ -138,6 +158,11 @@ def make_train_step(
     return step
 
 
+def _rounding_key(seed: int, step: jax.Array) -> jax.Array:
+    """Of one step; no loss_fn gets this one."""
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), ~step)
+
+
 def _all_finite(tree: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
@@ -166,11 +191,14 @@ def gradients(
     n_categories,
     divergence_weight,
     key,
+    ready: Callable | None = None,
+    keep: Callable | None = None,
     over: tuple[str, ...] = (),
 ):
     """Gradients of the token-weighted mean over all micro-batches, and its parts.
 
     Args:
+        ready, keep: as for `make_train_step`.
         over: mesh axes that the rows are spread over; the mean is over all rows, the
             results are this device's share of the sums.
 
@@ -182,8 +210,11 @@ def gradients(
         total = lax.psum(total, over)
     scale = jnp.where(total > 0, 1.0 / jnp.maximum(total, 1e-30), 0.0)
 
+    n_micro = batch.tokens.shape[0]
+    made = (ready(trainable, frozen),) if ready is not None and n_micro > 1 else ()
+
     def objective(trainable, micro: Batch, key):
-        nll, divergence = loss_fn(trainable, frozen, micro, key)
+        nll, divergence = loss_fn(trainable, frozen, micro, key, *made)
         value = (nll * micro.loss_weights).sum() * scale
         if divergence is not None:
             divergence = (divergence * micro.loss_weights).sum() * scale
@@ -192,19 +223,24 @@ def gradients(
         return value, (loss_sums(nll, micro, n_categories), divergence)
 
     gradient = jax.grad(objective, has_aux=True)
-    n_micro = batch.tokens.shape[0]
+
+    def kept(trainable, micro: Batch, key):
+        grads, others = gradient(trainable, micro, key)
+        return grads if keep is None else keep(grads), others
+
     if n_micro == 1:
         micro = jax.tree.map(lambda x: x[0], batch)
-        grads, (sums, divergence) = gradient(trainable, micro, key)
+        grads, (sums, divergence) = kept(trainable, micro, key)
         return grads, sums, divergence
 
     def body(carry, micro_and_key):
         more = gradient(trainable, *micro_and_key)
-        return jax.tree.map(jnp.add, carry, more), None
+        # Where the sum is kept narrower than what is added, it is rounded once.
+        return jax.tree.map(lambda c, m: (c + m).astype(c.dtype), carry, more), None
 
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n_micro))
     first = jax.tree.map(lambda x: x[0], (batch, keys))
-    shapes = jax.eval_shape(gradient, trainable, *first)
+    shapes = jax.eval_shape(kept, trainable, *first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (grads, (sums, divergence)), _ = lax.scan(body, zeros, (batch, keys))
     return grads, sums, divergence

@@ -140,6 +140,8 @@ widths = dict(vocab_size=24, d_model=16, dtype="float32", mlp=MLPConfig(d_ff=16)
 full = dict(train=TrainConfig(batch_size=8, accumulation=2),
     model=ModelConfig(layers=("mlp",), linear="dense", **widths),
     optim=OptimConfig(name="adamw"))
+ternary = dict(train=TrainConfig(batch_size=8, accumulation=2),
+    model=ModelConfig(layers=("mlp",), linear="bit", remat=True, **widths))
 lora = dict(train=TrainConfig(batch_size=8, mode="lora"),
     model=ModelConfig(layers=("mamba2",), linear="bit", **widths),
     lora=LoraConfig(rank=4), loss=LossConfig(tmkl=0.5))
@@ -162,9 +164,10 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("case", ["full", "lora"])
+@pytest.mark.parametrize("case", ["full", "ternary", "lora"])
 def test_eight_devices_give_the_numbers_of_one(tmp_path, case):
-    """Dense and AdamW with micro-batches; adapters of ternary weights with TMKL."""
+    """Dense and AdamW with micro-batches; ternary codes that all of these share;
+    adapters of ternary weights with TMKL."""
     (tmp_path / "test_layout_again.py").write_text(Path(__file__).read_text())
     flags = "--xla_force_host_platform_device_count=8"
     environment = {
