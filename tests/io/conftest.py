@@ -97,6 +97,16 @@ def assert_same_bits(first, second):
         assert bits(a) == bits(b)
 
 
+def as_loaded(tree):
+    """As `load_params` gives it: numpy, and bfloat16 as float32."""
+
+    def load(leaf):
+        wide = np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype
+        return np.asarray(leaf).astype(wide)
+
+    return jax.tree.map(load, tree)
+
+
 def assert_is_step(restored, step):
     """What was restored is exactly what the step saved."""
     assert restored.step == step
@@ -116,5 +126,6 @@ def toy():
         save=save,
         restore=restore,
         assert_same_bits=assert_same_bits,
+        as_loaded=as_loaded,
         assert_is_step=assert_is_step,
     )
