@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+LONG = ("once", "slow")  # pyproject.toml says what they are
 LITTLE_EFFORT = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
@@ -40,6 +41,16 @@ def _start_jax_with(flags):
 
 
 _start_jax_with(LITTLE_EFFORT)
+
+
+def pytest_collection_modifyitems(config, items):
+    """What takes long runs when asked for: pytest -m once, pytest -m slow."""
+    if config.option.markexpr:
+        return
+    long = {item for item in items for mark in item.iter_markers() if mark.name in LONG}
+    if long:
+        config.hook.pytest_deselected(items=sorted(long, key=items.index))
+        items[:] = [item for item in items if item not in long]
 
 
 def pytest_unconfigure():

@@ -31,16 +31,6 @@ SMALL = {
 }
 
 
-def pytest_collection_modifyitems(config, items):
-    """The long half runs when asked for: pytest -m slow tests/reliability."""
-    if config.option.markexpr:
-        return
-    mine = [i for i in items if HERE in i.path.parents and i.get_closest_marker("slow")]
-    if mine:
-        config.hook.pytest_deselected(items=mine)
-        items[:] = [item for item in items if item not in mine]
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_once(programs_compiled_once):
     """For all files here."""

@@ -68,6 +68,7 @@ def unbroken(jobs, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.once
 def test_two_one_and_two_processes_are_one_run(jobs, unbroken, tmp_path):
     # B047, B048, promises 4, 9 and 11: one process is told to stop, both do.
     workdir = tmp_path / "run"

@@ -242,6 +242,7 @@ def test_settings_that_cannot_be_are_told(tmp_path):
         make_arms(make(tmp_path), lr=["0.1"])
 
 
+@pytest.mark.once
 def test_a_stopped_run_ends_bit_equal_to_an_unbroken_one(runs, tmp_path):
     def settings(name):
         config = runs.settings(sft.get_config(), layers="-")

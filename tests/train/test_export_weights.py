@@ -32,6 +32,7 @@ def script(name, *flags, cwd=ROOT):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.once
 def test_ternary_merge_by_command_and_the_base_back_bit_for_bit(made, tmp_path):
     out, back = tmp_path / "ternary", tmp_path / "back"
 

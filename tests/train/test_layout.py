@@ -164,7 +164,10 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("case", ["full", "ternary", "lora"])
+ONCE = [pytest.param(case, marks=pytest.mark.once) for case in ("full", "lora")]
+
+
+@pytest.mark.parametrize("case", ["ternary", *ONCE])
 def test_eight_devices_give_the_numbers_of_one(tmp_path, case):
     """Dense and AdamW with micro-batches; ternary codes that all of these share;
     adapters of ternary weights with TMKL."""

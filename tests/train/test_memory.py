@@ -43,6 +43,7 @@ def make_config(layers, rules=(Rule(pattern=".*"),), **model):
     )
 
 
+@pytest.mark.once
 def test_the_estimate_is_near_the_whole_step(monkeypatch):
     # Errors found on models of 10 layers: bitmamba/README.md, "Decisions". Here growth
     # at the full vocabulary is exact, and the larger one at the small vocabulary, which

@@ -113,6 +113,7 @@ def test_gradients_and_losses_are_the_same_to_the_bit(dtype, remat, users_level)
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.once
 def test_directly_trained_kernels_beside_adapters_give_the_same(users_level):
     # Magnitudes look at the latent weight, as they do without codes.
     lora = LoraConfig(rank=2, place=("mlp",), dora=True, train=(".*up_proj/kernel",))
