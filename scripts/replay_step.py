@@ -22,7 +22,8 @@ from bitmamba import command_line
 
 def show(path: str) -> int:
     """Read, replay, print; the exit code."""
-    from bitmamba.train import bundle, replay  # loads JAX, after the path is checked
+    # These load JAX, after the path is checked.
+    from bitmamba.train import bundle, causes, replay
 
     found = bundle.read(path)
     info = found.info
@@ -32,7 +33,10 @@ def show(path: str) -> int:
     finding = replay.replay(found)
     if finding is None:
         print("nothing found: all is finite, and alike in float32 and float64")
-        return command_line.DONE
+        if (cause := causes.absurd_rate(found)) is None:
+            return command_line.DONE
+        print(f"likely cause: {cause}")
+        return command_line.BAD_NUMBERS
     for line in lines(finding, found):
         print(line)
     for line in about_token(finding, found, Path(path)):

@@ -131,20 +131,33 @@ def trainable_groups(rules: Sequence[Rule], trainable: Params) -> Groups:
     return Groups(rules=tuple(rules), names=group_names(rules), index=index)
 
 
-def group_table(rules: Sequence[Rule], params: Params) -> list[GroupRow]:
-    """One row a rule, in order, over the whole model; raises as `assign_groups`."""
+def group_table(
+    rules: Sequence[Rule], params: Params, trainable: Params | None = None
+) -> list[GroupRow]:
+    """One row a rule, in order, over the whole model; raises as `assign_groups`.
+
+    Args:
+        rules: of the optimiser.
+        params: the whole model.
+        trainable: what trains; None is all that no rule freezes. A row counts what
+            trains of it, or else all, as frozen.
+    """
     groups = assign_groups(rules, params)
     flat = flatten(params)
+    trains = {p for p in flat if not groups.is_frozen(p)}
+    if trainable is not None:
+        trains &= set(flatten(trainable))
     rows = []
     for i, (rule, name) in enumerate(zip(groups.rules, groups.names, strict=True)):
-        sizes = [math.prod(flat[p].shape) for p, c in groups.index.items() if c == i]
+        mine = {p for p, c in groups.index.items() if c == i}
+        sizes = [math.prod(flat[p].shape) for p in mine & trains or mine]
         rows.append(
             GroupRow(
                 name=name,
                 pattern=rule.pattern,
                 lr_mult=rule.lr_mult,
                 decay=rule.decay,
-                frozen=rule.freeze,
+                frozen=rule.freeze or (bool(mine) and not mine & trains),
                 leaves=len(sizes),
                 parameters=sum(sizes),
             )

@@ -59,6 +59,7 @@ def show_start(
         f"{units.count(n_all)} parameters ({units.percent(n_trained / n_all)}), "
         f"{_optimizer(config)}"
     )
+    console.print(f"starts from: {_origin(config)}", soft_wrap=True)
     if any(row.adapted for row in coverage):
         console.print(_coverage_table(coverage))
     console.print(_groups_table(groups))
@@ -179,9 +180,14 @@ def _groups_table(groups: Sequence[Any]) -> Table:
     return table
 
 
+def _origin(config: Config) -> str:
+    return config.checkpoint.init_from or f"random parameters of seed {config.seed}"
+
+
 def _optimizer(config: Config) -> str:
     optim = config.optim
-    clamp = "" if optim.clamp is None else f", clamp {optim.clamp:g}"
+    clamps = optim.clamp is not None and config.train.mode != "head_only"
+    clamp = f", clamp {optim.clamp:g}" if clamps else ""
     clip = "" if optim.max_norm is None else f", {optim.norm} clip {optim.max_norm:g}"
     return (
         f"{optim.name}, lr {optim.lr:g} {optim.schedule} after {optim.warmup_steps} "

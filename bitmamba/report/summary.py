@@ -30,6 +30,8 @@ def show_summary(
     console.rule(f"[bold]{title}: done")
     if evaluations:
         console.print(loss_table(evaluations[0], evaluations[-1]))
+        if note := worse_note(evaluations[0], evaluations[-1]):
+            console.print(f"[yellow]note: {note}")
     for line in sample_lines(read_rows(workdir / "samples.jsonl")):
         console.print(line, soft_wrap=True)
     for name, value in figures.items():
@@ -86,6 +88,17 @@ def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
             change = f"{after - before:+.4f}" if known else "-"
             table.add_row(_label(key), units.loss(before), units.loss(after), change)
     return table
+
+
+def worse_note(first: Mapping[str, Any], last: Mapping[str, Any]) -> str | None:
+    """A sentence when the run ends with a higher held-out loss than it began with."""
+    before, after = (row.get("eval/loss") for row in (first, last))
+    if before is None or after is None or after <= before:
+        return None
+    return (
+        f"the held-out loss rose, from {units.loss(before)} to {units.loss(after)}: "
+        "the model is worse than before; try a lower config.optim.lr, or fewer steps"
+    )
 
 
 def _label(key: str) -> str:

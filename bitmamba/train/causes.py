@@ -7,6 +7,7 @@ from bitmamba.train.bundle import Bundle
 from bitmamba.train.lanes import Origin
 
 EXP_LIMIT = 88.7  # exp of more is beyond float32
+HIGHEST_LR = 1e3
 USUAL_DT_BIAS = 10.0  # softplus gives step sizes of 0.001 to 0.1 at the start
 
 
@@ -46,6 +47,19 @@ def likely_cause(
     return _by_operation(origin)
 
 
+def absurd_rate(found: Bundle) -> str | None:
+    """A learning rate so high that the norm of the update overflows, if it is one.
+
+    The update itself may still be finite, and then no operation of the step is bad.
+    """
+    if (lr := found.config.optim.lr) <= HIGHEST_LR:
+        return None
+    return (
+        f"optim.lr is {lr:g} (usually 1e-6 to 1): updates and parameters of that size "
+        "overflow float32 wherever they are squared; lower it"
+    )
+
+
 def _bad_input(found: Bundle, name: str) -> str:
     array = np.asarray(_leaf(found, name), np.float32)
     bad = ~np.isfinite(array)
@@ -69,6 +83,8 @@ def _bad_input(found: Bundle, name: str) -> str:
 
 
 def _optimizer(found: Bundle, origin: Origin, spoiled: list[str]) -> str:
+    if (cause := absurd_rate(found)) is not None:
+        return cause
     paths = [n.partition("/")[2] for n in spoiled if n.startswith("update/")]
     of = f" of {paths[0]} ({len(paths)} in all)" if paths else ""
     if any(origin.zeros) and origin.primitive in ("rsqrt", "div", "pow", "integer_pow"):

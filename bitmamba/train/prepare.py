@@ -77,8 +77,10 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
     _show_start(console, config, data, parts)
     checkpointer = restore.make_checkpointer(config, data, peers)
     begin = restore.start_or_resume(config, parts, checkpointer)
+    if first := int(begin.state.step):
+        console.print(f"goes on from step {first} of {config.train.steps}")
     step = parts.step
-    if int(begin.state.step) < config.train.steps:  # else nothing is left to do with it
+    if first < config.train.steps:  # else nothing is left for it
         step, seconds = build.compile_step(config, parts)
         _show_memory(console, config, parts, plan.step_memory(step), seconds)
     if peers.is_first:
@@ -141,7 +143,7 @@ def _show_start(
         config,
         shapes=flatten(everything),
         trainable=flatten(parts.trainable),
-        groups=group_table(config.optim.rules, grouped),
+        groups=group_table(config.optim.rules, grouped, parts.trainable),
         coverage=coverage(sites, parts.model.adapters),
         account=data.account.lines(),
         memory=build.memory_plan(config, parts),

@@ -58,6 +58,17 @@ def test_the_table_counts_each_rule_and_frozen_ones_too():
     ]
 
 
+def test_the_table_counts_what_trains_where_not_all_does():
+    head = {"layer_1": PARAMS["layer_1"]}
+
+    rows = group_table((STATE, REST), PARAMS, head)
+
+    assert [(r.name, r.frozen, r.parameters) for r in rows] == [
+        ("state", True, 4),
+        ("rest", False, 64),
+    ]
+
+
 def test_an_uncovered_parameter_is_named():
     with pytest.raises(ValueError, match=r"2 parameters match no rule, e\.g\. 'lay"):
         assign_groups(

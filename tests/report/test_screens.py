@@ -42,6 +42,14 @@ def test_the_table_shows_before_after_and_change():
     assert "held-out replay text (retention) 2.0000 2.1000 +0.1000" in lines
 
 
+def test_a_run_that_made_the_model_worse_says_so():
+    assert summary.worse_note(ROWS[0], ROWS[-1]) is None
+
+    note = summary.worse_note(ROWS[-1], ROWS[0])
+
+    assert note.startswith("the held-out loss rose, from 2.5000 to 3.0000")
+
+
 def test_samples_are_first_and_last_and_markup_in_them_is_text():
     samples = [
         {"step": s, "prompt": "[red]?", "text": t}

@@ -103,6 +103,7 @@ def test_the_run_leaves_what_the_contract_promises(unbroken):
     assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == 8
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["6", "8"]
     assert (workdir / "loss.png").stat().st_size > 1000
+    assert "starts from: random parameters of seed 0" in shown
     for phrase in ("parameters", "held out", "memory", "retention", "metrics.jsonl"):
         assert phrase in shown
 
@@ -135,6 +136,7 @@ def test_a_kill_a_sigterm_and_the_rest_are_bit_equal_to_all_at_once(base, unbrok
     done = train(workdir, "--config.train.steps=8")
 
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on from step 3 of 8" in done.stdout
     assert digests(workdir) == digests(unbroken[0])
     assert loss_rows(workdir) == loss_rows(unbroken[0])
     assert [r["step"] for r in rows(workdir) if "eval/loss" in r] == [0, 4, 8]

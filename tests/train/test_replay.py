@@ -8,7 +8,7 @@ import pytest
 from bitmamba import paths
 from bitmamba.models import init_params
 from bitmamba.optim import adafactor
-from bitmamba.train import build, bundle, replay
+from bitmamba.train import build, bundle, causes, replay
 from bitmamba.train.start import read_config, read_data
 from bitmamba.train.state import init_state
 from configs import sft
@@ -107,6 +107,14 @@ def test_a_naive_softplus_is_named(config, data, monkeypatch, bias, kind, told):
     assert found.cause.startswith(told)
     assert (found.layer, found.kind) == ("layer_1/mixer", kind)
     assert "recurrence.py" in found.origin.source
+
+
+def test_an_absurd_learning_rate_is_named(data):
+    optim = {"optim.name": "adamw", "optim.lr": 1e30, "optim.warmup_steps": 0}
+
+    cause = causes.absurd_rate(make(settings(**optim), data))
+
+    assert cause.startswith("optim.lr is 1e+30 (usually 1e-6 to 1)")
 
 
 def torchs_own_rule(g, stats, p, *, new_weight, cap, cfg, scaled):
