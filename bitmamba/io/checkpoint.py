@@ -50,7 +50,7 @@ class Checkpointer:
         peers: Peers = ALONE,
         advice: str = ANEW,
     ):
-        """Open a directory, making it if needed, and clean up after a killed save.
+        """Clean up after a killed save; the first save makes the directory.
 
         Args:
             directory: of the checkpoints, usually `<workdir>/checkpoints`.
@@ -62,7 +62,6 @@ class Checkpointer:
             advice: what to do when a fingerprint changed.
         """
         self._directory = Path(directory).absolute()
-        self._directory.mkdir(parents=True, exist_ok=True)
         self._peers = peers
         self._keep = keep
         self._fingerprints = fingerprints

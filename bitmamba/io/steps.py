@@ -22,7 +22,7 @@ _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 def step_folders(directory: Path) -> dict[int, Path]:
     """Complete steps by number, newest first."""
     found: dict[int, Path] = {}
-    for folder in sorted(directory.iterdir(), reverse=True):  # "7.old" before "7"
+    for folder in reversed(_entries(directory)):  # "7.old" before "7"
         match = _STEP.fullmatch(folder.name)
         if match and folder.is_dir():
             found[int(match[1])] = folder
@@ -31,13 +31,18 @@ def step_folders(directory: Path) -> dict[int, Path]:
 
 def damaged_folders(directory: Path) -> list[Path]:
     """Steps that were set aside."""
-    return sorted(f for f in directory.iterdir() if _DAMAGED.fullmatch(f.name))
+    return [f for f in _entries(directory) if _DAMAGED.fullmatch(f.name)]
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Sorted; before the first save there is no directory, and nothing in it."""
+    return sorted(directory.iterdir()) if directory.exists() else []
 
 
 def tidy(directory: Path) -> list[str]:
     """Remove what a killed save left behind; one line for each thing removed."""
     lines = []
-    for folder in sorted(directory.iterdir()):
+    for folder in _entries(directory):
         if _TEMPORARY in folder.name:
             size = n_bytes(folder)
             remove(folder)
@@ -54,8 +59,15 @@ def step_names(directory: Path) -> list[tuple[int, str]]:
 
 
 def no_room(directory: Path, arrays: int) -> str | None:
-    """A sentence when so many bytes of arrays do not fit on the disk, else None."""
+    """A sentence when so many bytes of arrays do not fit on the disk, else None.
+
+    Makes the directory, to know its disk.
+    """
     need = arrays + _SPARE_BYTES
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{directory} cannot be made: {error.strerror}"
     free = shutil.disk_usage(directory).free
     if free >= need:
         return None

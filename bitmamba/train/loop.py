@@ -38,7 +38,8 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
 
     Raises:
         ValueError: the checkpoint belongs to other data, settings or model; the
-            initial parameters do not fit the model; the memory budget is too small.
+            initial parameters do not fit the model; the memory budget is too small;
+            another run trains in the work directory, or it cannot be written.
         NotImplementedError: the asked kernels cannot run here.
     """
     # Of several processes one shows the run.
@@ -54,11 +55,12 @@ def run(config: Config, data: DataBundle, *, dry: bool = False) -> Callable[[], 
 
 def _train(run: Run) -> int:
     """Steps, evaluations and saves up to the last step; returns the exit code."""
-    try:
-        return _train_until_damage(run)
-    except DamagedTokensError as damage:
-        console.print(f"[red]error: {damage}")
-        return FAILED
+    with run.lock:
+        try:
+            return _train_until_damage(run)
+        except DamagedTokensError as damage:
+            console.print(f"[red]error: {damage}")
+            return FAILED
 
 
 def _train_until_damage(run: Run) -> int:

@@ -13,6 +13,7 @@ from bitmamba import config_read
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.io.checkpoint import Checkpointer
+from bitmamba.io.lock import Lock
 from bitmamba.io.peers import ALONE, Peers, of_jax
 from bitmamba.lora.coverage import coverage
 from bitmamba.models.sites import adapter_sites
@@ -45,6 +46,7 @@ class Run(NamedTuple):
     remembered: dict[str, Any]
     checkpointer: Checkpointer
     started: float
+    lock: Lock
     peers: Peers = ALONE
 
     def put(self, batch: Batch | BatchWithBase) -> Batch | BatchWithBase:
@@ -66,13 +68,28 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
 
     Raises:
         ValueError: the checkpoint belongs to other data, settings or model; the
-            initial parameters do not fit the model.
+            initial parameters do not fit the model; another run trains in the work
+            directory, or it cannot be written.
         NotImplementedError: the asked kernels cannot run here.
     """
     started = time.perf_counter()
     build.use_compilation_cache()
     peers = of_jax()
     _check_processes(config, data, peers)
+    lock = _lock_workdir(config, peers)
+    with lock.released_on_error():
+        return _prepare(config, data, peers, lock, console=console, started=started)
+
+
+def _prepare(
+    config: Config,
+    data: DataBundle,
+    peers: Peers,
+    lock: Lock,
+    *,
+    console: Console,
+    started: float,
+) -> Run:
     parts = build.build_parts(config, data)
     _show_start(console, config, data, parts)
     checkpointer = restore.make_checkpointer(config, data, peers)
@@ -106,8 +123,25 @@ def prepare(config: Config, data: DataBundle, *, console: Console) -> Run:
         remembered=begin.remembered,
         checkpointer=checkpointer,
         started=started,
+        lock=lock,
         peers=peers,
     )
+
+
+def _lock_workdir(config: Config, peers: Peers) -> Lock:
+    """Process 0 takes it for all of them; all are refused together."""
+    lock = Lock()
+
+    def take() -> str | None:
+        try:
+            lock.take(config.workdir, setting="config.workdir")
+        except ValueError as refused:
+            return str(refused)
+        return None
+
+    if problem := peers.first(take):
+        raise ValueError(problem)
+    return lock
 
 
 def _check_processes(config: Config, data: DataBundle, peers: Peers) -> None:

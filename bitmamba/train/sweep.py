@@ -12,6 +12,7 @@ from bitmamba.config import MeshConfig
 from bitmamba.data import DataBundle
 from bitmamba.io.checkpoint import Restored
 from bitmamba.io.digests import tree_digests
+from bitmamba.io.lock import Lock
 from bitmamba.io.workdir import check_links
 from bitmamba.optim import hyper
 from bitmamba.paths import flatten
@@ -57,11 +58,21 @@ def run(
         ValueError: nothing to evaluate on; several devices; a list that changes
             nothing; the memory budget is too small; the base does not fit the model;
             the checkpoints are of other arms, data or settings; a link in `out` leads
-            out of it.
+            out of it; another run trains there, or it cannot be written.
     """
     with StopSignal(at_once=arms[0].config.guard.stop_code):
-        ready = _prepare(arms, data, how=how, limits=limits, out=out, command=command)
-    return lambda: train_arms(ready, console)
+        lock = Lock()
+        lock.take(out, setting="--out")
+        with lock.released_on_error():
+            ready = _prepare(
+                arms, data, how=how, limits=limits, out=out, command=command
+            )
+
+    def train() -> int:
+        with lock:
+            return train_arms(ready, console)
+
+    return train
 
 
 def _prepare(
