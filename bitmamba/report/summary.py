@@ -15,7 +15,12 @@ from bitmamba.report.plots import loss_picture
 
 
 def show_summary(
-    console: Console, workdir: Path, *, title: str, figures: Mapping[str, str]
+    console: Console,
+    workdir: Path,
+    *,
+    title: str,
+    figures: Mapping[str, str],
+    held_out: str = "held-out examples",
 ) -> None:
     """Print the summary of a run from its work directory, and draw its losses.
 
@@ -24,12 +29,13 @@ def show_summary(
         workdir: with metrics.jsonl and samples.jsonl.
         title: of the run.
         figures: name -> value, e.g. the total time.
+        held_out: what "eval/loss" is the loss of.
     """
     rows = read_rows(workdir / "metrics.jsonl")
     evaluations = [r for r in rows if "eval/loss" in r or "retention/loss" in r]
     console.rule(f"[bold]{title}: done")
     if evaluations:
-        console.print(loss_table(evaluations[0], evaluations[-1]))
+        console.print(loss_table(evaluations[0], evaluations[-1], held_out))
     for line in sample_lines(read_rows(workdir / "samples.jsonl")):
         console.print(line, soft_wrap=True)
     for name, value in figures.items():
@@ -72,8 +78,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
-    """Losses of two evaluation rows, and their change."""
+def loss_table(
+    first: Mapping[str, Any],
+    last: Mapping[str, Any],
+    held_out: str = "held-out examples",
+) -> Table:
+    """Losses of two evaluation rows, and their change; "eval/loss" as `held_out`."""
     table = Table(box=None, pad_edge=False)
     table.add_column("loss (nats per token)")
     for name in (f"step {first['step']}", f"step {last['step']}", "change"):
@@ -84,13 +94,12 @@ def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
             before, after = first.get(key), last[key]
             known = before is not None and after is not None
             change = f"{after - before:+.4f}" if known else "-"
-            table.add_row(_label(key), units.loss(before), units.loss(after), change)
+            label = held_out if key == "eval/loss" else _label(key)
+            table.add_row(label, units.loss(before), units.loss(after), change)
     return table
 
 
 def _label(key: str) -> str:
-    if key == "eval/loss":
-        return "held-out examples"
     if key == "retention/loss":
         return "held-out replay text (retention)"
     return "  " + key.removeprefix("eval/").removesuffix("/loss")

@@ -42,6 +42,13 @@ def test_the_table_shows_before_after_and_change():
     assert "held-out replay text (retention) 2.0000 2.1000 +0.1000" in lines
 
 
+def test_the_table_says_what_stands_in_for_examples():
+    table = summary.loss_table(ROWS[0], ROWS[-1], "held-out text")
+
+    assert "held-out text " in text_of(table)
+    assert "held-out examples" not in text_of(table)
+
+
 def test_samples_are_first_and_last_and_markup_in_them_is_text():
     samples = [
         {"step": s, "prompt": "[red]?", "text": t}
