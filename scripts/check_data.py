@@ -12,6 +12,7 @@ rows are refused than `data.max_refused_share`, with --files its default.
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 from absl import flags
@@ -66,6 +67,8 @@ def main() -> None:
 
 
 def _read_files() -> DataBundle:
+    if math.isnan(_MIN_SCORE.value):
+        raise ValueError("--min_score: got nan; expected a number, or -inf to keep all")
     tokenizer = load_tokenizer(_TOKENIZER.value)
     cfg = DataConfig(
         sft=tuple(_FILES.value),

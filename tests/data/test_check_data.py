@@ -73,6 +73,7 @@ def test_the_default_config_is_shown():
         (["--files=none.jsonl"], "got 'none.jsonl' (no such file)"),
         (["--files={path}", "--tokenizer=bytes"], "nothing left to train"),
         (["--files={path}", "--tokenizr=bytes"], "tokenizr"),
+        (["--files={path}", "--min_score=nan"], "--min_score: got nan"),
         (["--files={path}l"], "did you mean rows.jsonl?"),
     ],
 )
