@@ -63,13 +63,14 @@ class DataConfig:
     heldout_share: share of the SFT examples kept for evaluation, by row hash.
     balance: 1 keeps the categories' natural shares, 0 makes them equal;
         between, shares are proportional to n_tokens ** balance.
-    min_score: drop rows of the scored format below this; None keeps all.
+    min_score: refuse SFT rows with a `score` below this; None keeps all.
     thought: train the [THOUGHT] part of hybrid rows, or leave it out.
     template: Jinja chat template file; None is the built-in one.
     window: tokens in a packed window.
     long_examples: "truncate" (from the end of the answer) or "refuse" examples
         longer than the window. Plain text is always split.
-    max_refused_share: more refused rows than this stop the run before step 1.
+    max_refused_share: more refused rows than this, of those of sft, of replay or of
+        heldout_replay, stop the run before step 1.
     """
 
     sft: tuple[str, ...] = ()

@@ -6,11 +6,13 @@
 Each example is shown as the model gets it: runs of tokens, separated by │, after the
 loss weight they have as targets (0 is a prompt, not learnt).
 
-Exit codes: 0 the data can be trained on, 2 it cannot.
+Exit codes: 0 the data can be trained on, 2 it cannot: nothing is left to train, or more
+rows are refused than `data.max_refused_share`, with --files its default.
 """
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 from absl import flags
@@ -34,6 +36,12 @@ _TOKENIZER = flags.DEFINE_string(
 )
 _TEMPLATE = flags.DEFINE_string("template", None, "Jinja template, with --files.")
 _WINDOW = flags.DEFINE_integer("window", 512, "Tokens in a window, with --files.", 2)
+_MIN_SCORE = flags.DEFINE_float(
+    "min_score",
+    0.6,
+    "Rows with a lower score are refused, with --files; the default is that of "
+    "configs/sft.py, -inf keeps all.",
+)
 _EXAMPLES = flags.DEFINE_integer("examples", 3, "How many examples to show.", 0)
 _WIDTH_PIPED = 100
 
@@ -43,7 +51,7 @@ def main() -> None:
         raise ValueError("check_data: expected either --config=FILE or --files=A,B")
     # Everything is shown first, also where the share of refused rows is too high.
     if _FILES.value:
-        bundle, most = _read_files(), 1.0
+        bundle, most = _read_files(), DataConfig().max_refused_share
     else:
         config = from_config_dict(_CONFIG.value)
         most = config.data.max_refused_share
@@ -59,11 +67,14 @@ def main() -> None:
 
 
 def _read_files() -> DataBundle:
+    if math.isnan(_MIN_SCORE.value):
+        raise ValueError("--min_score: got nan; expected a number, or -inf to keep all")
     tokenizer = load_tokenizer(_TOKENIZER.value)
     cfg = DataConfig(
         sft=tuple(_FILES.value),
         template=_TEMPLATE.value,
         window=_WINDOW.value,
+        min_score=_MIN_SCORE.value,
         heldout_share=0.0,
         max_refused_share=1.0,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bitmamba.config import DataConfig
 from bitmamba.data import shards
-from bitmamba.data.account import DataAccount, FileAccount
+from bitmamba.data.account import WANTED, DataAccount, FileAccount
 from bitmamba.data.chat import DataTokenizer, Segment, Template, load_template
 from bitmamba.data.encode import encode_prompt
 from bitmamba.data.evaluation import eval_replay_windows, eval_sft_windows
@@ -260,15 +260,19 @@ def _check_tokenizer(tokenizer: DataTokenizer, vocab_size: int) -> None:
 
 
 def check_refused(files: Sequence[FileAccount], max_share: float) -> None:
-    """Stop if more rows than `max_share` of all were refused as faulty."""
-    rows = sum(f.rows for f in files)
-    faults = sum(f.faults for f in files)
-    if faults and faults / rows > max_share:
-        raise ValueError(
-            f"data: {faults:,} of {rows:,} rows refused ({faults / rows:.0%}); "
-            f"expected at most {max_share:.0%} (data.max_refused_share); "
-            f"{_most_common_refusal(files)}"
-        )
+    """Stop if more of a role's rows than `max_share` were refused as faulty.
+
+    Each role by itself: thousands of good replay texts do not make up for bad examples.
+    """
+    for role in ROLES:
+        mine = [f for f in files if f.role == role]
+        rows, faults = sum(f.rows for f in mine), sum(f.faults for f in mine)
+        if faults and faults / rows > max_share:
+            raise ValueError(
+                f"data.{role}: {faults:,} of {rows:,} rows refused "
+                f"({faults / rows:.0%}); expected at most {max_share:.0%} "
+                f"(data.max_refused_share); {_most_common_refusal(mine, but=WANTED)}"
+            )
 
 
 def _check_trained(
@@ -288,9 +292,12 @@ def _check_trained(
             )
 
 
-def _most_common_refusal(files: Sequence[FileAccount]) -> str:
+def _most_common_refusal(
+    files: Sequence[FileAccount], *, but: Sequence[str] = ()
+) -> str:
     """The commonest reason and its first row; where windows are short, the cure."""
     reasons = [(n, reason, f) for f in files for reason, n in f.refused.items()]
+    reasons = [r for r in reasons if r[1] not in but]
     if not reasons:
         return ""
     n, reason, file = max(reasons, key=lambda r: r[0])

@@ -35,7 +35,7 @@ class Example:
     ids, mask: token ids and their loss weights, the same number of each.
     category: None is the name of the file.
     weight: factor on the loss of every token of the row.
-    score: of the scored format, else None.
+    score: to filter by; None if the row has none.
     """
 
     messages: tuple[Message, ...] | None = None

@@ -140,7 +140,7 @@ class Loader:
         return stores, tuple(names)
 
     def _example(self, row: dict, account: FileAccount) -> Example:
-        kind, example = parse_row(row)
+        kind, example = parse_row(row, role=account.role)
         account.formats[kind] += 1
         if account.role != "sft":
             if example.messages is not None:

@@ -15,7 +15,12 @@ from bitmamba.report.plots import loss_picture
 
 
 def show_summary(
-    console: Console, workdir: Path, *, title: str, figures: Mapping[str, str]
+    console: Console,
+    workdir: Path,
+    *,
+    title: str,
+    figures: Mapping[str, str],
+    held_out: str = "held-out examples",
 ) -> None:
     """Print the summary of a run from its work directory, and draw its losses.
 
@@ -24,13 +29,14 @@ def show_summary(
         workdir: with metrics.jsonl and samples.jsonl.
         title: of the run.
         figures: name -> value, e.g. the total time.
+        held_out: what "eval/loss" is the loss of.
     """
     rows = read_rows(workdir / "metrics.jsonl")
     evaluations = [r for r in rows if "eval/loss" in r or "retention/loss" in r]
     console.rule(f"[bold]{title}: done")
     if evaluations:
-        console.print(loss_table(evaluations[0], evaluations[-1]))
-        if note := worse_note(evaluations[0], evaluations[-1]):
+        console.print(loss_table(evaluations[0], evaluations[-1], held_out))
+        if note := worse_note(evaluations[0], evaluations[-1], held_out):
             console.print(f"[yellow]note: {note}")
     for line in sample_lines(read_rows(workdir / "samples.jsonl")):
         console.print(line, soft_wrap=True)
@@ -74,8 +80,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
-    """Losses of two evaluation rows, and their change."""
+def loss_table(
+    first: Mapping[str, Any],
+    last: Mapping[str, Any],
+    held_out: str = "held-out examples",
+) -> Table:
+    """Losses of two evaluation rows, and their change; "eval/loss" as `held_out`."""
     table = Table(box=None, pad_edge=False)
     table.add_column("loss (nats per token)")
     for name in (f"step {first['step']}", f"step {last['step']}", "change"):
@@ -86,24 +96,30 @@ def loss_table(first: Mapping[str, Any], last: Mapping[str, Any]) -> Table:
             before, after = first.get(key), last[key]
             known = before is not None and after is not None
             change = f"{after - before:+.4f}" if known else "-"
-            table.add_row(_label(key), units.loss(before), units.loss(after), change)
+            label = held_out if key == "eval/loss" else _label(key)
+            table.add_row(label, units.loss(before), units.loss(after), change)
     return table
 
 
-def worse_note(first: Mapping[str, Any], last: Mapping[str, Any]) -> str | None:
-    """A sentence when the run ends with a higher held-out loss than it began with."""
+def worse_note(
+    first: Mapping[str, Any], last: Mapping[str, Any], held_out: str
+) -> str | None:
+    """A sentence when the run ends with a higher held-out loss than it began with.
+
+    Args:
+        first, last: evaluation rows.
+        held_out: what `eval/loss` is of.
+    """
     before, after = (row.get("eval/loss") for row in (first, last))
     if before is None or after is None or after <= before:
         return None
     return (
-        f"the held-out loss rose, from {units.loss(before)} to {units.loss(after)}: "
-        "the model is worse than before; try a lower config.optim.lr, or fewer steps"
+        f"the loss on {held_out} rose, from {units.loss(before)} to "
+        f"{units.loss(after)}; try a lower config.optim.lr, or fewer steps"
     )
 
 
 def _label(key: str) -> str:
-    if key == "eval/loss":
-        return "held-out examples"
     if key == "retention/loss":
         return "held-out replay text (retention)"
     return "  " + key.removeprefix("eval/").removesuffix("/loss")

@@ -18,6 +18,7 @@ from bitmamba.report import screen, summary, units
 from bitmamba.report.progress import Meter, progress_bar
 from bitmamba.train import distributed, leave, records, restore, samples
 from bitmamba.train.evaluate import against_base
+from bitmamba.train.held_out import held_out_name
 from bitmamba.train.prepare import Run, dry_run, prepare
 from bitmamba.train.rollback import GO_ON, STOP, Bad, Guard
 from bitmamba.train.signals import StopSignal
@@ -311,6 +312,7 @@ class _Loop:
                 console,
                 Path(self.config.workdir),
                 title=self.config.name,
+                held_out=held_out_name(self.config.data, self.run.data.account),
                 figures=figures | self.guard.figures(int(self.state.bad_total)),
             )
         except OSError as error:

@@ -21,6 +21,7 @@ from bitmamba.optim import chain_hints, group_table
 from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
 from bitmamba.train import base_logits, build, memory, restore
+from bitmamba.train.held_out import held_out_hints
 from bitmamba.train.layout import Layout
 from bitmamba.train.objective import Frozen
 from bitmamba.train.state import TrainState
@@ -181,11 +182,14 @@ def _show_start(
         coverage=coverage(sites, parts.model.adapters),
         account=data.account.lines(),
         memory=build.memory_plan(config, parts),
-        hints=chain_hints(
-            config.optim,
-            steps=config.train.steps,
-            clamp_allowed=config.train.mode != "head_only",
-        ),
+        hints=[
+            *chain_hints(
+                config.optim,
+                steps=config.train.steps,
+                clamp_allowed=config.train.mode != "head_only",
+            ),
+            *held_out_hints(config.data, data.account),
+        ],
     )
     _show_devices(console, parts.layout)
 

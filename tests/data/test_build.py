@@ -156,6 +156,38 @@ def test_mistakes_are_one_clear_line(build, kw, message):
     assert "\n" not in str(error.value)
 
 
+BAD = {"prompt": "no answer"}
+
+
+@pytest.mark.parametrize(
+    ("role", "rows"),
+    [
+        ("sft", [*pairs(3), *[BAD] * 10]),
+        ("replay", [{"text": "t"}] * 3 + [BAD] * 10),
+        ("heldout_replay", [{"text": "held"}] * 3 + [BAD] * 10),
+    ],
+)
+def test_good_rows_of_another_role_do_not_dilute_the_refused(build, role, rows):
+    good = {
+        "sft": pairs(100),
+        "replay": [{"text": f"r{i}"} for i in range(100)],
+        "heldout_replay": [{"text": f"h{i}"} for i in range(100)],
+    }
+    message = rf"data\.{role}: 10 of 13 rows refused \(77%\).*/{role}\.jsonl:4: keys"
+
+    with pytest.raises(ValueError, match=message):
+        build(**{**good, role: rows})
+
+
+def test_what_stops_a_run_is_not_what_the_settings_asked_for(build):
+    rows = [LOW] * 9 + [BAD] * 4 + pairs(3)
+
+    with pytest.raises(
+        ValueError, match=r"4 of 16 .*most often \(4\) 'unknown format'"
+    ):
+        build(rows, min_score=0.5)
+
+
 def test_an_empty_file_is_an_error(write):
     with pytest.raises(ValueError, match=r"empty\.jsonl has no rows"):
         data_of(write(b"", "empty.jsonl"))

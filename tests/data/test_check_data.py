@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from configs import sft
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,15 +29,33 @@ def test_rows_are_accounted_for_and_shown_with_their_weights(write):
         {"prompt": "no answer"},
     ]
 
-    done = check(f"--files={write(rows)}", "--tokenizer=bytes", "--window=64")
+    path = write(rows)
+    done = check(f"--files={path}", "--tokenizer=bytes", "--window=64")
 
-    assert done.returncode == 0, done.stderr
+    # All is shown, and then refused as train.py would.
+    assert done.returncode == 2
+    assert "data.sft: 1 of 2 rows refused (50%); expected at most 20%" in done.stderr
+    assert f"{path}:2: keys: prompt" in done.stderr
     assert "2 rows = 1 trained + 0 held out + 1 refused" in done.stdout
     assert "rows.jsonl:2: keys: prompt" in done.stdout
     shown = done.stdout.splitlines()
     assert r"0    <|user|>│q│\x1b│[│2│J│<|assistant|>" in shown
     assert "2    [│r│e│d│]│a│<|endoftext|>" in shown
     assert "\x1b" not in done.stdout
+
+
+def test_files_are_filtered_by_score_as_the_default_config_does(write):
+    row = {"prompt": "q", "completion": "a"}
+    least = sft.get_config().data.min_score
+    rows = [{**row, "score": score} for score in (least, least - 0.01)] + [row]
+    files = f"--files={write(rows)}", "--tokenizer=bytes"
+
+    done, lower = check(*files), check(*files, "--min_score=0.5")
+
+    assert (done.returncode, lower.returncode) == (0, 0)
+    assert "3 rows = 2 trained + 0 held out + 1 refused" in done.stdout
+    assert "rows.jsonl:2: 0.59 < data.min_score = 0.6" in done.stdout
+    assert "3 rows = 3 trained" in lower.stdout
 
 
 def test_the_default_config_is_shown():
@@ -53,6 +73,7 @@ def test_the_default_config_is_shown():
         (["--files=none.jsonl"], "got 'none.jsonl' (no such file)"),
         (["--files={path}", "--tokenizer=bytes"], "nothing left to train"),
         (["--files={path}", "--tokenizr=bytes"], "tokenizr"),
+        (["--files={path}", "--min_score=nan"], "--min_score: got nan"),
         (["--files={path}l"], "did you mean rows.jsonl?"),
     ],
 )

@@ -54,6 +54,43 @@ def test_every_row_is_accounted_for(build):
     )
 
 
+SCORED = [
+    {"prompt": "q", "teacher_response": "a"},
+    {"prompt": "q", "completion": "a"},
+    {
+        "prompt": [{"role": "user", "content": "q"}],
+        "completion": [{"role": "assistant", "content": "a"}],
+    },
+    {"prompt": "q", "answer": "a", "thought": "t"},
+    {"instruction": "q", "output": "a"},
+    {"messages": [{"role": r, "content": "x"} for r in ("user", "assistant")]},
+    {"conversations": [{"from": f, "value": "x"} for f in ("human", "gpt")]},
+    {"text": "t"},
+    {"input_ids": [5, 6]},
+]
+
+
+@pytest.mark.parametrize("row", SCORED, ids=lambda row: "+".join(row))
+def test_a_score_filters_a_row_of_any_format(build, row):
+    scores = (0.1, 0, 0.6, 1, "1", None, True)
+    rows = [row, *({**row, "score": score} for score in scores)]
+
+    file = build(rows, min_score=0.6, max_refused_share=0.5).account.files[0]
+
+    assert file.trained == 3
+    assert file.refused == {"score too low": 2, "not a number": 3}
+    (unfiltered,) = build(rows, max_refused_share=0.5).account.files
+    assert (unfiltered.trained, unfiltered.refused) == (5, {"not a number": 3})
+
+
+def test_a_key_of_replay_text_named_score_is_the_corpus_own(build):
+    rows = [{"text": f"t{i}", "score": s} for i, s in enumerate((0.1, "high", None))]
+
+    bundle = build(pairs(2), replay=rows, min_score=0.6)
+
+    assert bundle.account.files[1].trained == 3
+
+
 def test_b001_the_mark_changes_no_token(build, write, tmp_path):
     plain = build(pairs(2))
     data = (tmp_path / "sft.jsonl").read_bytes()

@@ -43,11 +43,18 @@ def test_the_table_shows_before_after_and_change():
 
 
 def test_a_run_that_made_the_model_worse_says_so():
-    assert summary.worse_note(ROWS[0], ROWS[-1]) is None
+    assert summary.worse_note(ROWS[0], ROWS[-1], "text") is None
 
-    note = summary.worse_note(ROWS[-1], ROWS[0])
+    note = summary.worse_note(ROWS[-1], ROWS[0], "held-out text")
 
-    assert note.startswith("the held-out loss rose, from 2.5000 to 3.0000")
+    assert note.startswith("the loss on held-out text rose, from 2.5000 to 3.0000")
+
+
+def test_the_table_says_what_stands_in_for_examples():
+    table = summary.loss_table(ROWS[0], ROWS[-1], "held-out text")
+
+    assert "held-out text " in text_of(table)
+    assert "held-out examples" not in text_of(table)
 
 
 def test_samples_are_first_and_last_and_markup_in_them_is_text():

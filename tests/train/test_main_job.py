@@ -4,6 +4,7 @@ Its processes compile as a user's do, and each program once: tests/conftest.py.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -267,3 +268,32 @@ def test_generate_answers_from_the_run_and_refuses_bad_settings(unbroken):
     assert refused.returncode == 2
     (line,) = refused.stderr.strip().splitlines()
     assert "top_p: got 1.5" in line
+
+
+TEXT = "assets:data/replay.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "note"),
+    [
+        (
+            {"data.heldout_share": 0.0},
+            "held-out replay text (no examples)",
+            "no SFT example is held out (580 rows, heldout_share 0): eval/loss is that "
+            "of held-out replay text; raise data.heldout_share or add examples",
+        ),
+        ({"data.sft": (), "data.replay": (TEXT,)}, "held-out text", None),
+    ],
+    ids=["examples", "text"],
+)
+def test_text_that_stands_in_for_examples_is_called_text(
+    tmp_path, capsys, changes, named, note
+):
+    assert run_here(tmp_path, changes | {"train.steps": 1}) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    last = rows(tmp_path)[-1]
+    assert last["eval/loss"] == last["retention/loss"]
+    assert "held-out examples" not in shown
+    assert re.search(rf"change {re.escape(named)} \d", shown)
+    assert (note in shown) if note else ("is held out" not in shown)

@@ -38,7 +38,7 @@ FORMATS: dict[str, Format] = {
     "sharegpt": Format(("conversations",), chat.parse_sharegpt),
     "tokens": Format(("input_ids",), tokens.parse),
     "hybrid": Format(("prompt", "answer"), hybrid.parse),
-    "scored": Format(("prompt", "teacher_response", "score"), pairs.parse_scored),
+    "scored": Format(("prompt", "teacher_response", "score"), pairs.parse_teacher),
     "teacher": Format(("prompt", "teacher_response"), pairs.parse_teacher),
     "completion": Format(("prompt", "completion"), pairs.parse_completion),
     "alpaca": Format(("instruction", "output"), pairs.parse_alpaca),
@@ -67,18 +67,26 @@ def misspelt(row: Iterable[str]) -> list[tuple[str, str]]:
     return found
 
 
-def parse_row(row: dict[str, Any]) -> tuple[str, Example]:
+def parse_row(row: dict[str, Any], *, role: str = "sft") -> tuple[str, Example]:
     """Recognise a row and read it.
 
+    Args:
+        row: of JSON.
+        role: "sft", "replay" or "heldout_replay". A `score` is read of SFT rows only:
+            corpora of text have keys of that name for things of their own.
+
     Returns:
-        The name of the format, and the example with category and weight.
+        The name of the format, and the example with category, weight and score.
 
     Raises:
         Refused: no known format, or something in the row is not usable.
     """
     for name, known in FORMATS.items():
         if all(key in row for key in known.keys):
-            return name, _with_common_fields(row, known.parse(row))
+            example = _with_common_fields(row, known.parse(row))
+            if role == "sft" and "score" in row:
+                example = replace(example, score=number_field(row, "score"))
+            return name, example
     keys = ", ".join(sorted(map(str, row)))[:80] or "none"
     known = " | ".join("+".join(f.keys) for f in FORMATS.values())
     hint = "".join(f"; did you mean {near!r}?" for _, near in misspelt(row)[:2])

@@ -5,7 +5,7 @@ from typing import Any
 from bitmamba.data.example import Example, Message, Refused
 from bitmamba.data.formats.chat import check_turns, read_messages
 from bitmamba.data.formats.hybrid import tagged_answer
-from bitmamba.data.records import number_field, text_field
+from bitmamba.data.records import text_field
 
 
 def _pair(row: dict[str, Any], prompt: str, answer: Message) -> Example:
@@ -19,13 +19,6 @@ def parse_teacher(row: dict[str, Any]) -> Example:
     """prompt + teacher_response, whose tags, if any, become thought and answer."""
     answer = tagged_answer(text_field(row, "teacher_response"))
     return _pair(row, text_field(row, "prompt"), answer)
-
-
-def parse_scored(row: dict[str, Any]) -> Example:
-    """The same and a score to filter by."""
-    example = parse_teacher(row)
-    score = number_field(row, "score")
-    return Example(messages=example.messages, score=score)
 
 
 def parse_completion(row: dict[str, Any]) -> Example:

@@ -75,7 +75,7 @@ def _is_row(raw: bytes) -> bool:
         return False
     row = parse_line(1, raw, Counter()).row
     try:
-        return row is not None and bool(parse_row(row))
+        return row is not None and bool(parse_row(row, role="replay"))
     except Refused:
         return False
 
