@@ -1,13 +1,16 @@
 """How every command starts and ends: flags, one-line mistakes, exit codes.
 
 Exit codes: 0 done, 1 failed (the last save, or a fault of ours), 2 the user's mistake,
-3 numbers went bad, 143 told to stop (and saved).
+3 numbers went bad, 130 Ctrl-C where nothing is to be saved, 141 nobody reads the output
+any more, 143 told to stop (and saved).
 """
 
 import contextlib
 import difflib
 import importlib.util
+import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from absl import flags, logging
 
 _MAX_LINE = 2000
 DONE, FAILED, MISTAKE, BAD_NUMBERS, STOPPED = 0, 1, 2, 3, 143
+INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT, + SIGPIPE, as a shell names them
 
 
 def run(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
@@ -27,16 +31,50 @@ def run(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
     mistake any more, so that its errors keep their tracebacks.
     """
     argv = list(sys.argv if argv is None else argv)
-    if {"--help", "-h"} & set(argv[1:]):
-        print(sys.modules["__main__"].__doc__)
-        print(flags.FLAGS.main_module_help())
-        sys.exit(DONE)
-    with one_line_mistakes():
-        parse_flags(argv)
-        code = main()
-    if callable(code):
-        code = code()
-    sys.exit(code or DONE)
+    with quiet_ends():
+        if {"--help", "-h"} & set(argv[1:]):
+            print(sys.modules["__main__"].__doc__)
+            print(flags.FLAGS.main_module_help())
+            sys.exit(DONE)
+        with one_line_mistakes():
+            parse_flags(argv)
+            code = main()
+        if callable(code):
+            code = code()
+        sys.exit(code or DONE)
+
+
+@contextlib.contextmanager
+def quiet_ends() -> Iterator[None]:
+    """Ctrl-C, and output that nobody reads (`… | head`), end without a traceback.
+
+    What saves when told to stop has handlers of its own (`bitmamba.train.signals`).
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # else a closed pipe is only told at the very end
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        unread = _unread_outputs()
+        if not unread:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in unread:  # what they still hold is flushed once more at the end
+            os.dup2(nowhere, output)
+        sys.exit(UNREAD)
+
+
+def _unread_outputs() -> list[int]:
+    """Of stdout and stderr those that are pipes without a reader."""
+    poll = select.poll()
+    for output in (1, 2):
+        poll.register(output, 0)
+    return [output for output, event in poll.poll(0) if event & select.POLLERR]
 
 
 @contextlib.contextmanager
@@ -48,6 +86,8 @@ def one_line_mistakes() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _unread_outputs():
+            raise
         if flags.FLAGS.is_parsed() and logging.get_verbosity() >= logging.DEBUG:
             raise
         # Messages quote files, which may hold what acts on a terminal, and much of it.

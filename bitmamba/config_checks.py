@@ -16,6 +16,7 @@ from bitmamba.config import (
 from bitmamba.config_mesh import check_distributed, check_mesh
 
 _MAX_WINDOW = 2**24
+_MAX_LR = 1e30  # products with it stay finite in float32
 
 
 def check(config: Config) -> None:
@@ -146,6 +147,11 @@ def _check_optim(optim: OptimConfig) -> None:
     )
     _choice(f"{where}.adafactor.rule", optim.adafactor.rule, ("torch", "optax"))
     _above(f"{where}.lr", optim.lr, 0.0)
+    if optim.lr > _MAX_LR:
+        raise ValueError(
+            f"{where}.lr: got {optim.lr:g}; expected at most {_MAX_LR:g}, as updates "
+            "are float32"
+        )
     _at_least(f"{where}.warmup_steps", optim.warmup_steps, 0)
     _not_negative(f"{where}.weight_decay", optim.weight_decay)
     for name in ("clamp", "max_norm"):

@@ -190,4 +190,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    from bitmamba import command_line
+
+    with command_line.quiet_ends():
+        app.run(main)

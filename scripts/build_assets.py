@@ -33,6 +33,7 @@ import yaml
 from absl import app, flags
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from bitmamba import command_line
 from bitmamba.assets import examples, sources
 
 FLAGS = flags.FLAGS
@@ -161,4 +162,5 @@ if __name__ == "__main__":
     flags.mark_flags_as_required(
         ["sotu_dir", "moby_dir", "jargon", "chatterbot_dir", "out", "corpus_out"]
     )
-    app.run(main)
+    with command_line.quiet_ends():
+        app.run(main)

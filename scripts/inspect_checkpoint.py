@@ -117,5 +117,5 @@ def _size(n_bytes: int) -> str:
 
 
 if __name__ == "__main__":
-    with command_line.one_line_mistakes():
+    with command_line.quiet_ends(), command_line.one_line_mistakes():
         sys.exit(main(sys.argv))

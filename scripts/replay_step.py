@@ -95,5 +95,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with command_line.one_line_mistakes():
+    with command_line.quiet_ends(), command_line.one_line_mistakes():
         sys.exit(main())

@@ -72,13 +72,16 @@ def main() -> Callable[[], int]:
     from bitmamba.train import sweep
 
     file, overrides = config_arguments(sys.argv[1:])
+    out = Path(_OUT.value or Path(config.workdir) / "sweep")
     return sweep.run(
         arms,
         data,
         how=_ARMS.value,
         limits=Limits(_FACTOR.value, _LOOKS.value, config.train.max_bad_steps),
-        out=Path(_OUT.value or Path(config.workdir) / "sweep"),
-        command=lambda arm: best_command(arm, config_file=file, overrides=overrides),
+        out=out,
+        command=lambda arm: best_command(
+            arm, config_file=file, overrides=overrides, workdir=str(out / "best")
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """A user's mistake at the command line: one clear line, exit code 2, no traceback."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def train(*flags, config="configs/sft.py", cwd=ROOT):
         (["--config.train.steps=1e3"], "--config.train.steps=1e3"),
         (["--config.train.steps=-5"], "config.train.steps: got -5"),
         (["--config.optim.lr=nan"], "config.optim.lr: got nan"),
+        (["--config.optim.lr=1e39"], "config.optim.lr: got 1e+39; expected at most"),
+        (["--config.train.mode=lora"], "start from --config=configs/lora.py"),
         (["--config.data.sft=nowhere.jsonl"], "nowhere.jsonl"),
         (["--config.data.tokenizer=nowhere.json"], "nowhere.json"),
         (["--config.checkpoint.init_from=nowhere"], "init_from: got 'nowhere'"),
@@ -79,3 +82,66 @@ def test_a_message_does_nothing_to_the_terminal_and_ends(capsys):
     assert told.startswith(r"error: a.jsonl: got '\x1b[2J\u202e'")
     assert told.rstrip("\n").isprintable()
     assert len(told) < 3000
+
+
+# Output as of generate.py: for ever, each piece flushed.
+ENDLESS = """
+import itertools
+from bitmamba import command_line
+def main():
+    for i in itertools.count():
+        print(i, flush={flush})
+command_line.run(main, ["endless"])
+"""
+
+
+def endless(*, flush):
+    command = [sys.executable, "-c", ENDLESS.format(flush=flush)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ctrl_c_is_one_line():
+    with endless(flush=True) as child:
+        child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=60)
+
+    assert (child.returncode, told) == (command_line.INTERRUPTED, "\nstopped\n")
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_output_that_nobody_reads_ends_the_command_without_a_word(flush):
+    with endless(flush=flush) as child:
+        child.stdout.readline()
+        child.stdout.close()
+        told = child.stderr.read()
+
+    assert (child.returncode, told) == (command_line.UNREAD, "")
+
+
+def test_what_is_left_to_print_at_the_end_may_be_unread_too():
+    short = "import sys; from bitmamba import command_line as c; sys.stdin.read(); "
+    short += "c.run(lambda: print('done'), ['short'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", short],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        child.stdout.close()
+        child.stdin.close()
+        told = child.stderr.read()
+
+    assert (child.returncode, told) == (command_line.UNREAD, "")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_told(capsys):
+    with pytest.raises(SystemExit) as ended, command_line.one_line_mistakes():
+        raise BrokenPipeError("a worker is gone")
+
+    assert ended.value.code == command_line.MISTAKE
+    assert "a worker is gone" in capsys.readouterr().err

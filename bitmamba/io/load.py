@@ -26,7 +26,8 @@ def load_params(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Args:
         path: a work directory or its checkpoints folder (the newest whole step is
-            taken, with one line for each damaged one), or a step's folder.
+            taken; if that is not the newest, one line says which, and why), or a
+            step's folder.
 
     Returns:
         (nested dict of numpy arrays in the saved dtypes, but float32 for bfloat16, the
@@ -35,19 +36,27 @@ def load_params(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ValueError: nothing there, no whole step, or adapters without their base.
     """
-    trainable, frozen, record = _newest_whole(path, with_frozen=True)
+    trainable, frozen, record = load_parts(path)
     if source := record["frozen"].get("source"):
         raise ValueError(
             f"{path}: holds adapters alone, trained on {source}; expected whole "
             "parameters; merge them first with scripts/export_weights.py"
         )
-    return paths.unflatten({**frozen, **trainable}), record
+    return paths.merge(frozen, trainable), record
 
 
 def load_trainable(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint trained, alone; arguments and errors as for `load_params`."""
     trainable, _, record = _newest_whole(path, with_frozen=False)
     return paths.unflatten(trainable), record
+
+
+def load_parts(
+    path: str | Path,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(trained, frozen beside it, meta); as `load_params`, but adapters alone too."""
+    trainable, frozen, record = _newest_whole(path, with_frozen=True)
+    return paths.unflatten(trainable), paths.unflatten(frozen), record
 
 
 def _newest_whole(
@@ -63,8 +72,10 @@ def _newest_whole(
             frozen = read_frozen(folder.parent, record) if with_frozen else {}
         except DamagedError as damage:
             reasons.append(f"{folder}: {damage}")
-            logging.warning("checkpoint %s", reasons[-1])
             continue
+        if reasons:
+            told = "; ".join(reasons)
+            logging.warning("checkpoint %s; used instead: step %s", told, folder.name)
         return trainable, frozen, record
     raise ValueError(f"checkpoint {reasons[0]}; expected a whole step to load from")
 

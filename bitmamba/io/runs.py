@@ -8,7 +8,7 @@ from bitmamba import paths
 from bitmamba.assets_path import must_exist
 from bitmamba.io import digests
 from bitmamba.io.base import BASE, load_base
-from bitmamba.io.load import load_params, load_trainable
+from bitmamba.io.load import load_params, load_parts
 from bitmamba.io.sources import followed
 from bitmamba.types import Params
 
@@ -30,11 +30,10 @@ def load_run(path: str | Path, *, base: str | None = None) -> tuple[Params, dict
     if str(path) == BASE:
         file = must_exist(f"{BASE}/config.json", where="--checkpoint")
         return load_base(), json.loads(file.read_text())
-    own, meta = load_trainable(path)
+    own, frozen, meta = load_parts(path)
     source = meta["frozen"].get("source")
     if source is None:
-        params, meta = load_params(path)
-        return params, meta["config"]
+        return paths.merge(own, frozen), meta["config"]
     source = base or followed(source, beside=path, flag="--base")
     frozen = _base_of(path, source, meta["frozen"]["digests"])
     return paths.merge(own, frozen), meta["config"]

@@ -158,7 +158,8 @@ def resolve(path: str | Path) -> list[Path]:
     path = Path(path).expanduser().absolute()
     expected = "expected a work directory, its checkpoints folder or a step's folder"
     if not path.is_dir():
-        raise ValueError(f"checkpoint: {path}: no such folder; {expected}")
+        found = "is a file" if path.exists() else "no such folder"
+        raise ValueError(f"checkpoint: {path}: {found}; {expected}")
     if (path / "meta").is_dir():
         return [path]
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -64,6 +64,26 @@ def place_adapters(
     return specs
 
 
+def check_ranks(specs: Sequence[AdapterSpec], sites: Sequence[AdapterSite]) -> None:
+    """Refuse to train a rank that its projection cannot have.
+
+    A slice is measured by its whole projection: one rank serves slices of all widths.
+    What others trained may have such ranks (PEFT adds those of slices up).
+
+    Raises:
+        ValueError: a rank above the smaller side, naming projection and sizes.
+    """
+    shapes = {site.path: site.shape for site in sites}
+    for spec in specs:
+        d_in, d_out = shapes[spec.site]
+        if spec.rank > min(d_in, d_out):
+            raise ValueError(
+                f"config.lora: rank: got {spec.rank} for {spec.site} ({d_in} x "
+                f"{d_out}); expected at most {min(d_in, d_out)}, its smaller side; "
+                "lower config.lora.rank, or give it a rule with a rank of its own"
+            )
+
+
 def _places(site: AdapterSite) -> list[Place]:
     whole = Place(site.path, site, 0, site.shape[1])
     slices = [
@@ -172,6 +192,11 @@ def _nothing(
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     kept = any(_skipped(cfg, place.site) for place in everything)
     why = " (skip_ssm or skip_nextn leaves some out)" if kept else ""
+    if name in known:  # spelt right: the model has none, or a switch takes all
+        hint = ""
+        if not is_rule and any(_is_named(name, place) for place in everything):
+            switch = "skip_ssm" if cfg.skip_ssm else "skip_nextn"
+            why = f": config.lora.{switch}=True removes all it names; drop one of them"
     why += " (nothing matches, or earlier rules take all)" if is_rule else ""
     return (
         f"{where}: {name!r} places no adapter{why}{hint}; expected something that "

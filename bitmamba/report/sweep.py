@@ -197,9 +197,12 @@ def _gap(group: Sequence[ArmResult]) -> float:
 
 
 def best_command(
-    result: ArmResult, *, config_file: str, overrides: Sequence[str]
+    result: ArmResult, *, config_file: str, overrides: Sequence[str], workdir: str
 ) -> str:
-    """The command that trains the arm: the sweep's own overrides, then the arm's."""
+    """The command that trains the arm: the sweep's own overrides, then the arm's.
+
+    In a `workdir` of its own: the config's may hold a run with other settings.
+    """
     swept = {
         "optim.lr": result.lr,
         "optim.weight_decay": result.weight_decay,
@@ -208,9 +211,10 @@ def best_command(
     kept = [
         text
         for text in overrides
-        if text.split("=")[0].removeprefix("--config.") not in swept
+        if text.split("=")[0].removeprefix("--config.") not in (*swept, "workdir")
     ]
     own = [f"--config.{name}={value!r}" for name, value in swept.items()]
+    own.append(f"--config.workdir={workdir}")
     return shlex.join(["python", "train.py", f"--config={config_file}", *kept, *own])
 
 

@@ -16,7 +16,7 @@ from bitmamba import paths
 from bitmamba.config import Config
 from bitmamba.data import DataBundle
 from bitmamba.lora.adapters import adapter_shapes, is_adapter_leaf
-from bitmamba.lora.placement import place_adapters
+from bitmamba.lora.placement import check_ranks, place_adapters
 from bitmamba.models import LM, build_model, param_shapes
 from bitmamba.models.frozen import freeze, is_projection
 from bitmamba.models.sites import adapter_sites, state_offset_shapes
@@ -70,11 +70,13 @@ def build_parts(config: Config, data: DataBundle) -> Parts:
 
     Raises:
         ValueError: the rules leave nothing to train, or miss a parameter; a name or
-            rule places no adapter; the mesh does not fit the devices or the batch.
+            rule places no adapter, or one of too high a rank; the mesh does not fit
+            the devices or the batch.
     """
     layout = make_layout(config)
     model = run_model(config)
     base_shapes = param_shapes(model)
+    check_ranks(model.adapters, adapter_sites(config.model, base_shapes))
     offsets = state_offset_shapes(config.model) if config.lora.state_offset else {}
     everything = paths.merge(base_shapes, adapter_shapes(model.adapters, offsets))
     trainable, frozen = split_trainable(config, everything)

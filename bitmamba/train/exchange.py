@@ -13,7 +13,7 @@ from bitmamba.config import Config, LoraConfig, LoraRule, LossConfig, OptimConfi
 from bitmamba.io import digests
 from bitmamba.io.checkpoint import Checkpointer
 from bitmamba.io.json_file import read_json
-from bitmamba.io.peft import Written, write_peft
+from bitmamba.io.peft import CONFIG, Written, write_peft
 from bitmamba.io.peft_read import PeftAdapter, as_slices, read_peft
 from bitmamba.io.runs import load_run
 from bitmamba.io.sources import followed
@@ -81,6 +81,7 @@ def import_peft(folder: Path, to: Path, *, base: str | None = None) -> int:
         ValueError: the folder cannot be used whole, or belongs to another base.
     """
     check_empty(to)
+    _check_folder(folder)
     ours = _read_ours(folder)
     if base is None and ours is None:
         raise ValueError(
@@ -171,6 +172,17 @@ def _write(
     finally:
         checkpointer.close()
     config_read.write_json(config, to / "config.json")
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / CONFIG).is_file():
+        return
+    found = f"has no {CONFIG}" if folder.is_dir() else "no such folder"
+    found = "is a file" if folder.is_file() else found
+    raise ValueError(
+        f"--from: {folder}: {found}; expected a PEFT folder ({CONFIG} and "
+        "adapter_model.safetensors)"
+    )
 
 
 def _read_ours(folder: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from bitmamba.io.lock import Lock
 from bitmamba.io.peers import ALONE, Peers, of_jax
 from bitmamba.lora.coverage import coverage
 from bitmamba.models.sites import adapter_sites
-from bitmamba.optim import chain_hints, group_table
+from bitmamba.optim import GroupRow, chain_hints, group_table
 from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
 from bitmamba.train import base_logits, build, memory, restore
@@ -172,13 +172,12 @@ def _show_start(
 ) -> None:
     everything = merge(parts.trainable, parts.frozen)
     sites = adapter_sites(config.model, parts.base_shapes)
-    grouped = parts.trainable if config.train.mode == "lora" else everything
     screen.show_start(
         console,
         config,
         shapes=flatten(everything),
         trainable=flatten(parts.trainable),
-        groups=group_table(config.optim.rules, grouped, parts.trainable),
+        groups=_groups(config, parts, everything),
         coverage=coverage(sites, parts.model.adapters),
         account=data.account.lines(),
         memory=build.memory_plan(config, parts),
@@ -192,6 +191,18 @@ def _show_start(
         ],
     )
     _show_devices(console, parts.layout)
+
+
+def _groups(config: Config, parts: build.Parts, everything: Any) -> list[GroupRow]:
+    if config.train.mode != "lora":
+        return group_table(config.optim.rules, everything, parts.trainable)
+    try:
+        return group_table(config.optim.rules, parts.trainable)
+    except ValueError as error:  # as of configs/sft.py, whose rules are for all weights
+        raise ValueError(
+            f"config.{error}; train.mode=lora trains adapters only: expected rules for "
+            "those; start from --config=configs/lora.py, which has them"
+        ) from None
 
 
 def _show_devices(console: Console, layout: Layout | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from bitmamba.io import steps
 from bitmamba.io.checkpoint import Checkpointer, load_params
+from bitmamba.io.runs import load_run
 
 
 def flip(data: bytes) -> bytes:
@@ -94,6 +95,16 @@ def test_one_line_says_which_step_and_why(
     assert line.startswith("checkpoint: step 2: meta: ")
     assert line.endswith("set aside as 2.damaged; trying step 1")
     assert "\n" not in line
+
+
+def test_weights_of_an_older_step_are_told_once(two_steps, tmp_path, caplog):
+    damaged_copy(two_steps, tmp_path, "meta/metadata", "flip")
+
+    load_run(tmp_path)
+
+    (line,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert "/checkpoints/2: meta: " in line
+    assert line.endswith("; used instead: step 1")
 
 
 def test_all_damaged_is_refused_not_started_over(

@@ -153,10 +153,11 @@ def test_command_line_diff(saved):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
+        ([__file__], f"{__file__}: is a file; expected a work directory"),
         ([], "got 0 paths; expected one PATH"),
         (["--dif=x", "a"], "'dif'"),
     ],
-    ids=["missing", "none", "typo"],
+    ids=["missing", "file", "none", "typo"],
 )
 def test_command_line_mistakes(arguments, message):
     done = run(*arguments)

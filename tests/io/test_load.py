@@ -55,12 +55,14 @@ def test_step_without_its_frozen_parameters(saved):
         load_params(saved / "alone" / "2")
 
 
-@pytest.mark.parametrize("path", ["nowhere", "empty", "file"])
-def test_nothing_there(tmp_path, path):
+@pytest.mark.parametrize(
+    ("path", "found"), [("nowhere", "no "), ("empty", "no "), ("file", "is a file")]
+)
+def test_nothing_there(tmp_path, path, found):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
 
-    with pytest.raises(ValueError, match=f"{path}: no .*expected a work directory"):
+    with pytest.raises(ValueError, match=f"{path}: {found}.*expected a work"):
         load_params(tmp_path / path)
 
 

@@ -1,5 +1,7 @@
 """Placement: presets, names, switches and rules; what matches nothing is an error."""
 
+import contextlib
+
 import pytest
 
 from bitmamba.config import (
@@ -13,7 +15,7 @@ from bitmamba.config import (
     ModelConfig,
 )
 from bitmamba.lora.coverage import coverage
-from bitmamba.lora.placement import place_adapters
+from bitmamba.lora.placement import check_ranks, place_adapters
 from bitmamba.models import build_model, param_shapes
 from bitmamba.models.sites import adapter_sites
 
@@ -152,8 +154,14 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root():
             {"place": ("in_proj", "gate_porj")},
             r"place\[1\]: 'gate_porj'.*did you mean gate_proj",
         ),
-        ({"place": ("attention",), "sites": "M"}, r"'attention' places no adapter"),
-        ({"place": ("ssm",), "skip_ssm": True}, r"'ssm' .*\(skip_ssm"),
+        (
+            {"place": ("attention",), "sites": "M"},
+            r"'attention' places no adapter; exp",
+        ),
+        (
+            {"place": ("ssm",), "skip_ssm": True},
+            r"'ssm' places no adapter: config.lora.skip_ssm=True removes (?!.*mean)",
+        ),
         ({"place": ("lm_head",), "sites": "tied"}, r"'lm_head' places no adapter"),
         ({"place": ("in_proj.q",)}, r"'in_proj.q' places no adapter"),
         ({"rules": (LoraRule(pattern="layer_9/.*"),)}, r"rules\[0\].pattern: 'layer_9"),
@@ -182,6 +190,15 @@ def test_what_places_nothing_is_an_error_that_lists_what_exists(settings, messag
     assert "\n" not in text
     if "places no adapter" in text or "at all" in text:
         assert "mamba2: in_proj, in_proj.z, in_proj.x" in text
+
+
+def test_a_rank_above_a_side_is_refused_and_a_slice_goes_by_its_projection():
+    place = ("out_proj", "in_proj.dt", "gate_proj")
+    for rank, refused in ((16, False), (17, True)):
+        specs = place_adapters(LoraConfig(place=place, rank=rank), HYBRID)
+        told = pytest.raises(ValueError, match=r"got 17 for layer_0/mixer/in_proj \(16")
+        with told if refused else contextlib.nullcontext():
+            check_ranks(specs, HYBRID)
 
 
 def test_without_adapters_something_else_may_train():

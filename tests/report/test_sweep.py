@@ -139,18 +139,23 @@ def test_the_command_repeats_the_overrides_and_ends_with_the_arm():
     argv = [
         *("--lr=1e-6,1e-5", "--config", "configs/lora.py:tiny", "--rank", "8,16"),
         *("--config.optim.lr=1", "--config.train.steps", "40", "--verbosity=1"),
+        "--config.workdir=a",
         *("--config.eval.prompts=('a b',)", "--noconfig.lora.dora", "--out=x"),
     ]
 
     file, overrides = config_arguments(argv)
     command = best_command(
-        arm(1e-5, 0.01, [1.0], rank=8), config_file=file, overrides=overrides
+        arm(1e-5, 0.01, [1.0], rank=8),
+        config_file=file,
+        overrides=overrides,
+        workdir="runs/x/best",
     )
 
     assert command == (
         "python train.py --config=configs/lora.py:tiny --config.train.steps=40 "
         "'--config.eval.prompts=('\"'\"'a b'\"'\"',)' --noconfig.lora.dora "
-        "--config.optim.lr=1e-05 --config.optim.weight_decay=0.01 --config.lora.rank=8"
+        "--config.optim.lr=1e-05 --config.optim.weight_decay=0.01 --config.lora.rank=8 "
+        "--config.workdir=runs/x/best"
     )
 
 

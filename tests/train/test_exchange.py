@@ -69,6 +69,19 @@ def test_a_foreign_peft_folder_stands_beside_the_base_that_is_named(
         np.testing.assert_allclose(got[path], value, rtol=0, atol=bound, err_msg=path)
 
 
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [("nowhere", "no such folder"), (".", "has no adapter_config"), ("f", "is a file")],
+)
+def test_a_folder_that_is_none_of_peft_is_at_fault_not_the_base(
+    tmp_path, folder, found
+):
+    (tmp_path / "f").touch()
+
+    with pytest.raises(ValueError, match=f"^--from: .*: {found}.*expected a PEFT"):
+        exchange.import_peft(tmp_path / folder, tmp_path / "back")
+
+
 def test_adapters_are_not_put_beside_another_base(made, adapter_run, tmp_path, runs):
     exchange.export_peft(adapter_run, tmp_path / "peft")
     other = runs.make(tmp_path / "other")

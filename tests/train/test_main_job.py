@@ -215,7 +215,7 @@ def test_the_dry_run_shows_everything_and_writes_nothing(base):
 def test_numbers_that_stay_bad_end_the_run_with_code_3(base, capsys):
     # B063: an absurd step size makes NaN soon; the run must not go on to the end.
     workdir = base / "bad"
-    optim = {"name": "adamw", "lr": 1e38, "warmup_steps": 0, "schedule": "constant"}
+    optim = {"name": "adamw", "lr": 1e30, "warmup_steps": 0, "schedule": "constant"}
     changes = {f"optim.{name}": value for name, value in optim.items()}
 
     code = run_here(workdir, changes | {"train.steps": 40, "model.layers": "-"})

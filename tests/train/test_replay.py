@@ -25,6 +25,7 @@ def settings(**changes):
         "model.mamba2.d_state": 4,
         "model.dtype": "float32",
         "data.window": 16,
+        "data.max_refused_share": 1.0,  # many answers begin after the window
         "train.batch_size": 2,
         "train.steps": 8,
         "checkpoint.init_from": None,
