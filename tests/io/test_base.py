@@ -28,6 +28,7 @@ def random_params(model, seed):
     return jax.jit(lambda key: init_params(model, key))(jax.random.key(seed))
 
 
+@pytest.mark.once
 def test_codes_and_scales_survive_and_the_rest_is_exact(tmp_path):
     params = random_params(build_model(SMALL), 0)
 
@@ -52,6 +53,7 @@ def test_codes_and_scales_survive_and_the_rest_is_exact(tmp_path):
     assert n_bytes < 4 * n_weights / 3
 
 
+@pytest.mark.once
 def test_logits_after_loading_are_those_of_the_model_that_was_saved(tmp_path):
     model = build_model(SMALL)
     params = random_params(model, 1)

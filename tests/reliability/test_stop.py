@@ -60,6 +60,7 @@ def rows(workdir, key):
     return [(r["step"], r[key]) for r in map(json.loads, lines) if key in r]
 
 
+@pytest.mark.once
 def test_a_stop_in_an_evaluation_or_in_the_last_one(train, tmp_path, monkeypatch):
     held_out_losses, windows = records.held_out_losses, []
 

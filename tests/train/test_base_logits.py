@@ -124,7 +124,7 @@ def trained(config):
     return np.array(numbers), flatten(state.trainable)
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.once), "lora"])
 def test_all_logits_from_disk_train_as_the_base_itself_does(mode, tmp_path):
     numbers, params = trained(make(tmp_path, mode, top_k=V))
 

@@ -210,6 +210,7 @@ def test_a_way_that_diverged_is_told_and_the_others_go_on(
     assert forgetting.run(make(typed), tmp_path, title="t") == 3
 
 
+@pytest.mark.once
 def test_results_are_those_of_the_run(typed, make, tmp_path):
     typed.train.steps, typed.eval.max_windows, typed.eval.prompts = 1, 2, ()
     plain = make(typed)[0]

@@ -164,10 +164,8 @@ print("equal")
 """
 
 
-ONCE = [pytest.param(case, marks=pytest.mark.once) for case in ("full", "lora")]
-
-
-@pytest.mark.parametrize("case", ["ternary", *ONCE])
+@pytest.mark.once
+@pytest.mark.parametrize("case", ["full", "ternary", "lora"])
 def test_eight_devices_give_the_numbers_of_one(tmp_path, case):
     """Dense and AdamW with micro-batches; ternary codes that all of these share;
     adapters of ternary weights with TMKL."""

@@ -181,6 +181,7 @@ def test_the_base_is_kept_beside_adapters_that_began_from_a_seed(tmp_path):
     assert any(p.name.startswith("frozen-") for p in Path(tmp_path).rglob("frozen-*"))
 
 
+@pytest.mark.once
 def test_full_training_that_compares_with_its_start_is_refused_another(tmp_path):
     """TMKL would pull towards a model that this run never was."""
     layers = {"model.layers": "-"}

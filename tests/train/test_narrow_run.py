@@ -17,7 +17,7 @@ from bitmamba.train import build, bundle, loop, restore
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("programs_compiled_once")]
 STEPS = 6
 NARROW = {"optim.master_dtype": "bfloat16", "optim.gradient_dtype": "bfloat16"}
 

@@ -125,6 +125,7 @@ def test_directly_trained_kernels_beside_adapters_give_the_same(users_level):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.once
 def test_the_base_of_a_full_step_is_the_same_up_to_the_heads_scale():
     # Frozen, the head's scale multiplies the activations and not the codes.
     config = make_config(loss=LossConfig(tmkl=0.5))

@@ -125,6 +125,7 @@ def test_the_run_goes_back_and_on_with_the_next_data_at_a_lower_rate(unbroken):
     assert extra["n_losses"] == 7  # 1 to 4, then 8 to 10
 
 
+@pytest.mark.once
 def test_kills_and_stops_before_and_after_the_way_back_change_no_bit(
     unbroken, tmp_path, capsys
 ):

@@ -79,6 +79,7 @@ def test_every_arm_is_the_ordinary_run_to_the_bit(in_turn):
     assert data.read == STEPS
 
 
+@pytest.mark.once
 def test_every_arm_is_the_ordinary_run_with_adafactor_and_all_parameters_too():
     arms = four_arms("adafactor", "full")
 
@@ -104,6 +105,7 @@ def test_arms_of_a_rank_share_one_program_and_all_ranks_one_base():
         assert all(leaf is leaves[0] for leaf in leaves)
 
 
+@pytest.mark.once
 def test_arms_together_are_those_in_turn_up_to_rounding(in_turn):
     turn, _ = in_turn
     arms = four_arms()

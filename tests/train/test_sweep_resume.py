@@ -135,6 +135,7 @@ def test_a_sweep_that_is_done_is_shown_again(done, unbroken, tmp_path, capsys):
     assert "best: " in shown
 
 
+@pytest.mark.once
 def test_a_damaged_step_is_told_and_the_sweep_goes_on_from_the_one_before(
     done, unbroken, tmp_path, caplog
 ):
