@@ -1,7 +1,10 @@
 """Which implementation of an operator runs, and on what."""
 
+import contextlib
+import contextvars
 import functools
 import logging
+from collections.abc import Iterator
 
 import jax
 from jax.extend import backend as jax_backend
@@ -12,7 +15,14 @@ IMPLEMENTATIONS = ("auto", "reference", "pallas")
 # The first GPU generation with the tensor-core instructions the kernels use.
 OLDEST_GPU = (8, 0)
 
+# Tensor-core instructions: warps with registers, sm_80 and later; or whole warpgroups
+# that read shared memory, sm_90 alone.
+PRODUCTS = ("mma", "wgmma")
+
 _log = logging.getLogger("pallas_kernels")
+_products: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "pallas_kernels_products", default=None
+)
 
 
 @functools.cache
@@ -33,6 +43,34 @@ def capability() -> tuple[int, int] | None:
     if len(parts) != 2 or not all(part.isdigit() for part in parts):
         return None
     return int(parts[0]), int(parts[1])
+
+
+def products() -> str:
+    """Which of `PRODUCTS` kernels traced now use where they have both forms.
+
+    "wgmma" on sm_90, "mma" on every other device, if `products_by` says nothing else.
+    """
+    found = "wgmma" if capability() == (9, 0) else "mma"
+    return _products.get() or found
+
+
+@contextlib.contextmanager
+def products_by(which: str) -> Iterator[None]:
+    """Trace kernels with that form of `PRODUCTS`: to check wgmma on a CPU, which
+    interprets it, or to time the portable form on Hopper.
+
+    It is no part of the key of `jax.jit`'s cache: trace a new function inside.
+    """
+    if which not in PRODUCTS:
+        raise ValueError(
+            f"products_by: got {which!r}; expected one of "
+            f"{', '.join(map(repr, PRODUCTS))}"
+        )
+    token = _products.set(which)
+    try:
+        yield
+    finally:
+        _products.reset(token)
 
 
 def resolve(

@@ -84,3 +84,23 @@ def test_pallas_names_the_jax_it_needs(device):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="got 'triton'; expected one of 'auto'"):
         backend.resolve("triton", op="some_op")
+
+
+@pytest.mark.parametrize(
+    ("capability", "found"), [((8, 6), "mma"), ((9, 0), "wgmma"), (None, "mma")]
+)
+def test_products_by_generation(monkeypatch, capability, found):
+    monkeypatch.setattr(backend, "capability", lambda: capability)
+
+    assert backend.products() == found
+    with backend.products_by("wgmma"):
+        with backend.products_by("mma"):
+            assert backend.products() == "mma"
+        assert backend.products() == "wgmma"
+    assert backend.products() == found
+
+
+def test_unknown_products_are_refused():
+    refused = pytest.raises(ValueError, match="got 'tcgen05'; expected one of 'mma'")
+    with refused, backend.products_by("tcgen05"):
+        pass
