@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import absent_gpu
+from pallas_kernels import absent_gpu, backend
+from pallas_kernels.cases import KernelCase, in_both_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_compile_check.py"
@@ -113,3 +114,15 @@ def test_one_compilation_serves_gpus_that_differ_in_speed_and_memory_alone(check
     others = {check.limits(t) for t in ("rtx3060", "rtx4090", "a100", "h200")}
     assert len(others) == 4
     assert all(len(fields) == 6 for fields in others)
+
+
+@pytest.mark.parametrize(
+    ("capability", "forms"),
+    [((8, 6), {"op": "mma"}), ((9, 0), {"op": "wgmma", "op_mma": "mma"})],
+)
+def test_on_hopper_the_portable_form_is_compiled_too(monkeypatch, capability, forms):
+    monkeypatch.setattr(backend, "capability", lambda: capability)
+
+    cases = in_both_forms(lambda: [KernelCase("op", backend.products, ())])
+
+    assert {case.name: case.function() for case in cases} == forms
