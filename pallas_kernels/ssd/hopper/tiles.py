@@ -1,0 +1,119 @@
+"""What the Hopper kernels of the scan share: how tiles come and go, what decays are.
+
+Each of two warpgroups computes 64 of a chunk's 128 tokens. The first one also starts
+the copies, one head ahead.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import pl, plgpu
+from pallas_kernels.wgmma import ACC, ROWS
+
+HALF = jnp.bfloat16
+THREAD = "warpgroup"
+# exp() by the instruction that is right to 2^-22: operands have 8 bits.
+PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+)
+
+ds = pl.ds
+
+
+def tile(rows: int, columns: int, slots: int | None = None) -> Any:
+    """Shared memory for a bfloat16 tile, or for `slots` of them."""
+    shape = (rows, columns) if slots is None else (slots, rows, columns)
+    return mosaic.smem(shape, HALF)
+
+
+def fetch(source: Any, destination: Any, barrier: Any) -> None:
+    """Begin a copy into shared memory that the caller knows to be in bounds."""
+    plgpu.copy_gmem_to_smem(
+        source, destination, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+    )
+
+
+def put(destination: Any, value: jax.Array, staged: Any) -> None:
+    """Begin to write a tile out through `staged`, once the last one has left it."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staged[...] = value.astype(HALF)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, destination)
+
+
+def for_each(
+    count: int, start: Callable, body: Callable, full: Any, free: Any, carry: Any = None
+) -> Any:
+    """Fold `body(step, slot, carry)` over steps whose copies are begun ahead of it.
+
+    Args:
+        count: of steps.
+        start: (step, slot), begins the copies of a step; run by the first warpgroup.
+        body: (step, slot, carry) -> carry; run by all.
+        full: barriers, one a slot, at which the copies arrive.
+        free: barriers, one a slot, at which warpgroups arrive when they have read it.
+        carry: the first.
+    """
+    first, slots = lax.axis_index(THREAD) == 0, full.shape[0]
+
+    @pl.when(first)
+    def _():
+        for step in range(min(slots - 1, count)):
+            start(step, step)
+
+    def one(step, carry):
+        slot, ahead = lax.rem(step, slots), step + slots - 1
+
+        @pl.when(first & (ahead < count))
+        def _():
+            place = lax.rem(ahead, slots)
+
+            @pl.when(step >= 1)
+            def _():
+                plgpu.barrier_wait(free.at[place])
+
+            start(ahead, place)
+
+        plgpu.barrier_wait(full.at[slot])
+        carry = body(step, slot, carry)
+        # Reads by the warps come before the next copy, which takes another path.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(free.at[slot])
+        return carry
+
+    return lax.fori_loop(0, count, one, carry)
+
+
+def down(vector: Any, columns: int) -> jax.Array:
+    """vector[i] at (i, j)."""
+    return _spread(vector, (vector.shape[0], columns), 0)
+
+
+def across(vector: Any, rows: int) -> jax.Array:
+    """vector[j] at (i, j)."""
+    return _spread(vector, (rows, vector.shape[0]), 1)
+
+
+def _spread(ref, shape, axis):
+    value = plgpu.load(ref, layout=ACC.reduce(1 - axis), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, (axis,)), ACC)
+
+
+def load(ref: Any) -> jax.Array:
+    """A bfloat16 tile as float32, where a result would lie."""
+    return plgpu.load(ref, layout=ACC).astype(jnp.float32)
+
+
+def halves(columns: int) -> list[Any]:
+    """Slices of 64 columns: the swizzle ties so many together."""
+    return [ds(at, ROWS) for at in range(0, columns, ROWS)]
+
+
+def scale_rows(factor: jax.Array, values: jax.Array) -> jax.Array:
+    """factor · values; zero where the factor is, also if the value has overflowed."""
+    return jnp.where(factor > 0, factor * values, 0.0)
