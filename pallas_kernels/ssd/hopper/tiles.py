@@ -19,7 +19,9 @@ HALF = jnp.bfloat16
 THREAD = "warpgroup"
 # exp() by the instruction that is right to 2^-22: operands have 8 bits.
 PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    approx_math=True,
+    reduction_scratch_bytes=0,
 )
 
 ds = pl.ds
@@ -31,6 +33,13 @@ def tile(rows: int, columns: int, slots: int | None = None) -> Any:
     return mosaic.smem(shape, HALF)
 
 
+def narrow_tile(rows: int, columns: int, slots: int | None = None) -> Any:
+    """The same with a swizzle of 64 bytes, to be cut at 32 columns."""
+    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64)
+    shape = (rows, columns) if slots is None else (slots, rows, columns)
+    return plgpu.SMEM(shape, HALF, transforms=transforms)
+
+
 def fetch(source: Any, destination: Any, barrier: Any) -> None:
     """Begin a copy into shared memory that the caller knows to be in bounds."""
     plgpu.copy_gmem_to_smem(
@@ -38,11 +47,17 @@ def fetch(source: Any, destination: Any, barrier: Any) -> None:
     )
 
 
-def put(destination: Any, value: jax.Array, staged: Any) -> None:
-    """Begin to write a tile out through `staged`, once the last one has left it."""
+def stage(staged: Any, value: jax.Array) -> None:
+    """Put a tile into shared memory for copies and products, once the last copy out of
+    there has read it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = value.astype(HALF)
     plgpu.commit_smem()
+
+
+def put(destination: Any, value: jax.Array, staged: Any) -> None:
+    """Begin to write a tile out through `staged`."""
+    stage(staged, value)
     plgpu.copy_smem_to_gmem(staged, destination)
 
 
@@ -109,11 +124,30 @@ def load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=ACC).astype(jnp.float32)
 
 
-def halves(columns: int) -> list[Any]:
-    """Slices of 64 columns: the swizzle ties so many together."""
-    return [ds(at, ROWS) for at in range(0, columns, ROWS)]
+def pieces(columns: int, most: int = ROWS) -> list[Any]:
+    """Slices of `most` columns; of an operand of a product 64, which the swizzle ties
+    together."""
+    return [ds(at, most) for at in range(0, columns, most)]
 
 
 def scale_rows(factor: jax.Array, values: jax.Array) -> jax.Array:
     """factor · values; zero where the factor is, also if the value has overflowed."""
     return jnp.where(factor > 0, factor * values, 0.0)
+
+
+def later(order: Any, end: Any, own: Any, readers: Any) -> jax.Array:
+    """(j, i): i >= j, and i no later than end_j of j's document."""
+    shape = own.size, readers.size
+    reader = across(order.at[readers], shape[0])
+    token = down(order.at[own], shape[1])
+    return (reader >= token) & (reader <= down(end.at[own], shape[1]))
+
+
+def pair_decay(coarse: Any, fine: Any, own: Any, readers: Any) -> jax.Array:
+    """exp(l_i - l_j) at (j, i), at most 1; meaningless for j > i and between
+    documents."""
+    shape = own.size, readers.size
+    between = (
+        across(coarse.at[readers], shape[0]) - down(coarse.at[own], shape[1])
+    ) + (across(fine.at[readers], shape[0]) - down(fine.at[own], shape[1]))
+    return jnp.exp(jnp.minimum(between, 0.0))
