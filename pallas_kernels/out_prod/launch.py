@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import backend
 from pallas_kernels.out_prod import reference
+from pallas_kernels.out_prod.planes import COLUMNS
 from pallas_kernels.out_prod.shapes import choose_tiles
 from pallas_kernels.sharding import BATCH_AXIS, over_batch, parts
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 # Copies to shared memory move 16 bytes at a time.
 _BYTES = 16
+# Largest tails that the form for Hopper holds in shared memory beside the ring.
+WGMMA_RANK, WGMMA_RANK_OF_CODES = 256, 128
 
 
 def refusal(a, b, *, transpose_a: bool, transpose_b: bool) -> str | None:
@@ -72,6 +76,29 @@ def _wide(tail):
 
 def _run_here(a, b, scale, tail, *, transpose_a, transpose_b):
     """The kernel on one device."""
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    scale = None if scale is None else scale.reshape(1).astype(jnp.float32)
+    if backend.products() == "wgmma" and _takes_wgmma(a, b, tail):
+        from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+
+        # Rows of the tail are copied in pieces of 16 bytes.
+        tail = tail and tuple(_pad(side, 1, -side.shape[1] % 8) for side in tail)
+        return out_prod_wgmma(a, b, scale, tail, **options)
+    return _run_by_mma(a, b, scale, tail, **options)
+
+
+def _takes_wgmma(a, b, tail) -> bool:
+    """Whether the form for Hopper holds the tail in shared memory, and whole tiles of
+    planes: otherwise the portable form runs there too."""
+    rank = 0 if tail is None else tail[0].shape[1]
+    if b.dtype == a.dtype:
+        return rank <= WGMMA_RANK
+    whole = b.dtype != jnp.uint8 or b.shape[1] % COLUMNS == 0
+    return whole and rank <= WGMMA_RANK_OF_CODES
+
+
+def _run_by_mma(a, b, scale, tail, *, transpose_a, transpose_b):
+    """The portable kernel, with what is left of K in the tail."""
     from pallas_kernels.out_prod.kernels import out_prod_kernel
 
     m, k = a.shape[1 if transpose_a else 0], a.shape[0 if transpose_a else 1]
@@ -84,7 +111,7 @@ def _run_here(a, b, scale, tail, *, transpose_a, transpose_b):
     product = out_prod_kernel(
         a,
         b,
-        None if scale is None else scale.reshape(1).astype(jnp.float32),
+        scale,
         tail,
         transpose_a=transpose_a,
         transpose_b=transpose_b,

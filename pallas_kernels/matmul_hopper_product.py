@@ -1,0 +1,138 @@
+"""What a product by wgmma is and what a block of it holds: sizes, memory, its tiles."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic
+from pallas_kernels.matmul import Side
+from pallas_kernels.mosaic import pl, plgpu
+from pallas_kernels.tile_sizes import WARPGROUP_ROWS, WGMMA_ROWS, Tiles
+
+CONSUMERS = 2
+# Columns of the result that are written at once, by each warpgroup.
+PIECE = 64
+# Blocks at work at the same time share what they read best where their tiles form a
+# square: 16 rows of 128 by about 8 columns of 256.
+GROUP = 16
+
+
+class Product(NamedTuple):
+    """One product by its sizes: (M, K) by (K, N), and a tail of that rank.
+
+    dtype: of the result; out_transposed: it is written as (N, M).
+    per_plane: steps of each of four planes of 2-bit codes in the left operand, or None.
+    """
+
+    m: int
+    n: int
+    k: int
+    rank: int
+    left: Side
+    right: Side
+    tiles: Tiles
+    dtype: Any
+    out_transposed: bool = False
+    per_plane: int | None = None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles of the result."""
+        return pl.cdiv(self.m, WGMMA_ROWS), pl.cdiv(self.n, self.tiles.n)
+
+    @property
+    def steps(self) -> int:
+        """Stages that a tile's sum takes."""
+        return pl.cdiv(self.k, self.tiles.k)
+
+    @property
+    def tail_steps(self) -> int:
+        """Stages that its tail takes."""
+        return pl.cdiv(self.rank, self.tiles.k)
+
+    @property
+    def stages(self) -> int:
+        """Of the ring: at most those of one tile."""
+        return min(self.tiles.stages, self.steps + self.tail_steps)
+
+    @property
+    def pieces(self) -> int:
+        """In which a tile is written out."""
+        return self.tiles.n // PIECE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the left operand is codes, which become numbers in registers."""
+        return self.left.dtype != self.right.dtype
+
+    @property
+    def sums(self) -> Any:
+        """The dtype that is summed in."""
+        whole = jnp.issubdtype(self.right.dtype, jnp.integer)
+        return jnp.int32 if whole else jnp.float32
+
+
+class Refs(NamedTuple):
+    """In global memory, in shared memory, and barriers; None where there is none."""
+
+    a: Any
+    b: Any
+    scale: Any
+    u: Any
+    v: Any
+    out: Any
+    a_ring: Any
+    b_ring: Any
+    u_tiles: Any
+    staged: Any
+    filled: Any
+    freed: Any
+
+
+def scratch(p: Product) -> list:
+    """The last six of `Refs`."""
+
+    def tiles(shape, dtype, *counts):
+        kept = mosaic.transforms(shape, dtype)
+        return plgpu.SMEM((*counts, *shape), dtype, transforms=kept)
+
+    def ring(side):
+        return tiles(_block(side, p.tiles.k), side.dtype, p.stages)
+
+    tail_apart = p.decodes and p.tail_steps
+    u_block = _block(_tail_side(p), p.tiles.k)
+    return [
+        ring(p.left),
+        ring(p.right),
+        tiles(u_block, p.right.dtype, p.tail_steps) if tail_apart else None,
+        tiles((WARPGROUP_ROWS, PIECE), p.dtype, CONSUMERS, min(2, p.pieces)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
+        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=p.stages),
+    ]
+
+
+def _tail_side(p: Product) -> Side:
+    """Of u: numbers, also where the left operand is codes."""
+    return p.left._replace(dtype=p.right.dtype)
+
+
+def _block(side: Side, tile_k: int) -> tuple[int, int]:
+    return (side.tile, tile_k) if side.sum_axis == 1 else (tile_k, side.tile)
+
+
+def each_tile(p: Product, work: Callable) -> jax.Array:
+    """The count that work(i, j, index, count) makes of each tile of this block.
+
+    The count is of stages filled or used, from 0; index of this block's tiles.
+    """
+
+    @plgpu.nd_loop(
+        (p.grid[0] * p.grid[1],), collective_axes="block", init_carry=jnp.int32(0)
+    )
+    def count(loop, carry):
+        i, j = plgpu.planar_snake(loop.index[0], p.grid, 0, GROUP)
+        return work(i, j, loop.local_index, carry)
+
+    return count
