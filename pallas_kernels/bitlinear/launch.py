@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backend
 from pallas_kernels.bitlinear.shapes import choose_tiles
 from pallas_kernels.sharding import over_batch
 
@@ -32,6 +33,10 @@ def run(x_codes, w_codes, scale, dtype) -> jax.Array:
 
 
 def _run_here(x_codes, w_codes, scale, *, dtype):
+    if backend.products() == "wgmma":
+        from pallas_kernels.bitlinear.kernels_hopper import bit_product_wgmma
+
+        return bit_product_wgmma(x_codes, w_codes, scale, dtype=dtype)
     from pallas_kernels.bitlinear.kernels import bit_product_kernel
 
     m = x_codes.shape[0]

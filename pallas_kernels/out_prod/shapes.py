@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cases import KernelCase
+from pallas_kernels import backend
+from pallas_kernels.cases import KernelCase, in_both_forms
 from pallas_kernels.tile_sizes import Tiles
 
 PLANES = 4
@@ -47,17 +48,26 @@ def choose_tiles(m: int, k: int, n: int) -> Tiles:
 
 def kernel_cases() -> list[KernelCase]:
     """Every kernel at a model's size, for scripts/gpu_compile_check.py."""
+    return in_both_forms(_kernel_cases)
+
+
+def _kernel_cases() -> list[KernelCase]:
     from pallas_kernels.out_prod.kernels import out_prod_kernel
+    from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+
+    portable = backend.products() == "mma"
 
     def case(name, a, b, *, flags="", tiles=None, tail=0, scale=False):
         transpose_a, transpose_b = "a" in flags, "b" in flags
         m, n = a.shape[transpose_a], b.shape[not transpose_b]
         width = [array(m, tail), array(n, tail)] if tail else []
         scales = [array(1, dtype=jnp.float32)] if scale else []
-        tiles = tiles or choose_tiles(m, a.shape[not transpose_a], n)
+        if portable:
+            tiles = tiles or choose_tiles(m, a.shape[not transpose_a], n)
+        kernel = out_prod_kernel if portable else out_prod_wgmma
 
         def function(a, b, *rest):
-            return out_prod_kernel(
+            return kernel(
                 a,
                 b,
                 rest[0] if scale else None,
@@ -80,9 +90,10 @@ def kernel_cases() -> list[KernelCase]:
         case("nt", dy, weight, flags="b"),
         case("tn", array(m, n), dy, flags="a"),
         case("tt", array(n, m), array(k, n), flags="ab"),
-        case("nt_plain", dy, weight, flags="b", tiles=PLAIN),
         case("nt_lora", dy, weight, flags="b", tail=rank),
         case("nt_int8_lora", dy, codes, flags="b", tail=rank, scale=True),
         case("nt_2bit_lora", dy, planes, flags="b", tail=rank, scale=True),
     ]
-    return cases
+    if portable:
+        return [*cases, case("nt_plain", dy, weight, flags="b", tiles=PLAIN)]
+    return [*cases, case("square", array(4096, 4096), array(4096, 4096))]
