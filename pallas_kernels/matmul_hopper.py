@@ -3,7 +3,8 @@
 One warpgroup copies tiles by TMA into a ring of stages. Two multiply, each half of the
 rows of a tile of the result, and write it out while the ring fills for the next tile.
 wgmma reads both operands from shared memory in either order, so nothing is transposed
-in memory. TMA reads zeros beyond an array's end and drops what is written there, so no
+in memory. Two blocks below each other each copy half of a tile of the right operand, to
+both. TMA reads zeros beyond an array's end and drops what is written there, so no
 size need be a multiple of a tile's.
 """
 
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backend, interpreter, mosaic
+from pallas_kernels import interpreter, mosaic
 from pallas_kernels.matmul_hopper_product import (
     CONSUMERS,
+    TOGETHER,
     Product,
     Refs,
     each_tile,
@@ -61,13 +63,14 @@ def call(
         )
 
     body.__name__ = name
-    blocks = min(backend.multiprocessors(), p.grid[0] * p.grid[1])
     shape = (p.n, p.m) if p.out_transposed else (p.m, p.n)
     return mosaic.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, p.dtype),
-        grid=(blocks,),
+        grid=(p.blocks,),
         grid_names=("block",),
+        cluster=(p.together,),
+        cluster_names=(TOGETHER,),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[kind for kind in scratch(p) if kind is not None],
@@ -82,11 +85,13 @@ def _produce(p: Product, refs: Refs) -> None:
     def freed(count):
         plgpu.barrier_wait(refs.freed.at[lax.rem(count, p.stages)])
 
-    def copy(ref, side, place, step, target, barrier):
+    def copy(ref, side, place, step, target, barrier, **options):
         rows = pl.ds(place * side.tile, side.tile)
         depth = pl.ds(step * p.tiles.k, p.tiles.k)
         part = ref.at[rows, depth] if side.sum_axis == 1 else ref.at[depth, rows]
-        plgpu.copy_gmem_to_smem(part, target, barrier)
+        plgpu.copy_gmem_to_smem(part, target, barrier, **options)
+
+    shared = {"collective_axes": TOGETHER} if p.together > 1 else {}
 
     def tile(i, j, _, count):
         def fill(step, count, *, tail=False):
@@ -100,7 +105,7 @@ def _produce(p: Product, refs: Refs) -> None:
                 a_step = lax.rem(step, p.per_plane)
             a, b = (refs.u, refs.v) if tail else (refs.a, refs.b)
             copy(a, p.left, i, a_step, a_tile, filled)
-            copy(b, p.right, j, step, refs.b_ring.at[slot], filled)
+            copy(b, p.right, j, step, refs.b_ring.at[slot], filled, **shared)
             return count + 1
 
         count = lax.fori_loop(0, p.steps, fill, count)

@@ -5,18 +5,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels import mosaic
+from pallas_kernels import backend, mosaic
 from pallas_kernels.matmul import Side
 from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.tile_sizes import WARPGROUP_ROWS, WGMMA_ROWS, Tiles
+from pallas_kernels.tile_sizes import (
+    WARPGROUP_ROWS,
+    WGMMA_ROWS,
+    Tiles,
+    blocks_together,
+)
 
 CONSUMERS = 2
+# The axis of blocks that share the right operand.
+TOGETHER = "together"
 # Columns of the result that are written at once, by each warpgroup.
 PIECE = 64
 # Blocks at work at the same time share what they read best where their tiles form a
-# square: 16 rows of 128 by about 8 columns of 256.
-GROUP = 16
+# square: 16 rows of 128, in pairs, by about 8 columns of 256.
+GROUP = 8
 
 
 class Product(NamedTuple):
@@ -38,9 +46,21 @@ class Product(NamedTuple):
     per_plane: int | None = None
 
     @property
+    def together(self) -> int:
+        """Blocks that work below each other and share the right operand."""
+        return blocks_together(self.m)
+
+    @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of the result."""
-        return pl.cdiv(self.m, WGMMA_ROWS), pl.cdiv(self.n, self.tiles.n)
+        """Tiles of the result, those of blocks that work together as one."""
+        rows = self.together * WGMMA_ROWS
+        return pl.cdiv(self.m, rows), pl.cdiv(self.n, self.tiles.n)
+
+    @property
+    def blocks(self) -> int:
+        """Groups of blocks that are started; each takes tiles till there are none."""
+        at_once = backend.multiprocessors() // self.together
+        return min(max(1, at_once), self.grid[0] * self.grid[1])
 
     @property
     def steps(self) -> int:
@@ -109,7 +129,11 @@ def scratch(p: Product) -> list:
         tiles(u_block, p.right.dtype, p.tail_steps) if tail_apart else None,
         tiles((WARPGROUP_ROWS, PIECE), p.dtype, CONSUMERS, min(2, p.pieces)),
         plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
-        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=p.stages),
+        plgpu.ClusterBarrier(
+            collective_axes=(TOGETHER,),
+            num_arrivals=CONSUMERS,
+            num_barriers=p.stages,
+        ),
     ]
 
 
@@ -133,6 +157,7 @@ def each_tile(p: Product, work: Callable) -> jax.Array:
     )
     def count(loop, carry):
         i, j = plgpu.planar_snake(loop.index[0], p.grid, 0, GROUP)
+        i = i * p.together + lax.axis_index(TOGETHER)
         return work(i, j, loop.local_index, carry)
 
     return count

@@ -21,6 +21,11 @@ _ROW_BYTES = 128
 _STAGES = 4
 
 
+def blocks_together(m: int) -> int:
+    """Of tiles below each other: each copies half of the right operand, for both."""
+    return 2 if m > WGMMA_ROWS else 1
+
+
 def wgmma_tiles(m: int, n: int, *, blocks: int, itemsize: int) -> Tiles:
     """Tiles for wgmma: those whose tiles, in whole rounds of all blocks, end first.
 
@@ -28,10 +33,11 @@ def wgmma_tiles(m: int, n: int, *, blocks: int, itemsize: int) -> Tiles:
     256 + 3 n times 128 bytes through shared memory, one in each cycle: that is longer
     (README.md of out_prod, "On Hopper").
     """
+    together = blocks_together(m)
 
     def cycles(tile_n):
-        tiles = -(-m // WGMMA_ROWS) * -(-n // tile_n)
-        return -(-tiles // blocks) * (256 + 3 * tile_n)
+        groups = -(-m // (together * WGMMA_ROWS)) * -(-n // tile_n)
+        return -(-groups // max(1, blocks // together)) * (256 + 3 * tile_n)
 
     tile_n = min((256, 192, 128, 64), key=cycles)
     return Tiles(WGMMA_ROWS, tile_n, _ROW_BYTES // itemsize, _STAGES)

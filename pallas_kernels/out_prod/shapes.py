@@ -96,4 +96,8 @@ def _kernel_cases() -> list[KernelCase]:
     ]
     if portable:
         return [*cases, case("nt_plain", dy, weight, flags="b", tiles=PLAIN)]
-    return [*cases, case("square", array(4096, 4096), array(4096, 4096))]
+    return [
+        *cases,
+        case("square", array(4096, 4096), array(4096, 4096)),
+        case("few_rows", array(128, k), weight, flags="b"),
+    ]
