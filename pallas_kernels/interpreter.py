@@ -23,13 +23,15 @@ def _wgmma(*, a_allocation_key_as_array: Any, **call: Any) -> jax.Array:
     if a.ndim == 1:
         call["a_allocation_key_as_array"] = a_allocation_key_as_array
         _check_read(call, *_access(call, "a"))
-        return _from_shared_memory(**call)
+        with np.errstate(all="ignore"):  # a GPU does not warn of infinite - infinite
+            return _from_shared_memory(**call)
 
     memory, thread = gpu_callbacks._get_shared_memory(), call["thread"]
     acc_key, acc_access = _access(call, "acc")
     b = memory.get_buffer_content(b_key, b_access, thread)[0]
     acc = memory.get_buffer_content(acc_key, acc_access, thread)[0]
-    total = acc + np.matmul(a, b, dtype=acc.dtype)
+    with np.errstate(all="ignore"):
+        total = acc + np.matmul(a, b, dtype=acc.dtype)
     memory.store_buffer_content(acc_key, acc_access, total, thread)
     return call["token"]
 
@@ -44,17 +46,25 @@ def _access(call, name):
 
 
 def _check_read(call, key, access):
-    """Report a read that no barrier, or no fence, orders after the write of it."""
+    """Report a read that no barrier, or no fence, orders after the write of it.
+
+    wgmma reads as TMA does, apart from the thread that asked for it. Here it is done
+    when the call returns: a `wgmma_wait` that is missing does not show.
+    """
     memory, thread = gpu_callbacks._get_shared_memory(), call["thread"]
     if not memory.detect_races:
         return
-    with memory.lock:
-        clocks = memory.clocks[thread]
-        clocks.inc(memory.thread_to_vc_position(thread))
-        clock = clocks.async_smem_clock.copy()
+    clock = memory.incr_clock(thread)
+    clock.inc(memory.get_next_tma_thread_id())
     gpu_callbacks.get_races().check_read(
-        thread, clock, key, access, source_info=call.get("source_info")
+        thread,
+        clock.async_smem_clock.copy(),
+        key,
+        access,
+        source_info=call.get("source_info"),
     )
+    with memory.lock:
+        memory.clocks[thread].update(clock)
 
 
 gpu_callbacks.wgmma = _wgmma

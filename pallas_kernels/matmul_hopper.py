@@ -43,7 +43,7 @@ def call(
 
     Args:
         a, b: as the product's sides say.
-        scale: float32, (1,), or for each row of the result, in whole tiles; or None.
+        scale: float32, (1,), or for each row of the result, (product.rows,); or None.
         tail: u stored as a is, v as b is; in the dtype of b.
         product: sizes and tiles.
         name: of the kernel.

@@ -57,6 +57,11 @@ class Product(NamedTuple):
         return pl.cdiv(self.m, rows), pl.cdiv(self.n, self.tiles.n)
 
     @property
+    def rows(self) -> int:
+        """Of the result, in whole tiles of all blocks that work together."""
+        return self.grid[0] * self.together * WGMMA_ROWS
+
+    @property
     def blocks(self) -> int:
         """Groups of blocks that are started; each takes tiles till there are none."""
         at_once = backend.multiprocessors() // self.together

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import backend, matmul_hopper
 from pallas_kernels.matmul import Side
 from pallas_kernels.matmul_hopper import Product
-from pallas_kernels.tile_sizes import WGMMA_ROWS, Tiles, wgmma_tiles
+from pallas_kernels.tile_sizes import Tiles, wgmma_tiles
 
 
 def bit_product_wgmma(
@@ -42,7 +42,7 @@ def bit_product_wgmma(
         dtype=dtype,
     )
     # Scales are read by whole tiles, without TMA: nothing guards the end.
-    scale = jnp.pad(scale, (0, -m % WGMMA_ROWS))
+    scale = jnp.pad(scale, (0, product.rows - m))
     return matmul_hopper.call(
         x_codes, w_codes, scale, None, product=product, name="bit_product_wgmma"
     )

@@ -41,12 +41,14 @@ def test_the_reference_is_the_exact_product():
     np.testing.assert_allclose(y, expected, rtol=1e-7)
 
 
+@pytest.mark.usefixtures("products")
 @needs_kernels
 @pytest.mark.parametrize(
     "sizes",
     [
         (7, 96, 24),  # fewer rows than a tile; D a multiple of 32 only
         (130, 128, 72),  # more than one tile each way, none whole
+        (300, 160, 200),  # on Hopper two pairs of blocks, the last one half full
     ],
 )
 def test_the_kernel_gives_the_references_bits(sizes):
@@ -59,6 +61,7 @@ def test_the_kernel_gives_the_references_bits(sizes):
     np.testing.assert_array_equal(got, product(*arguments))
 
 
+@pytest.mark.usefixtures("products")
 @needs_kernels
 def test_a_bad_row_spoils_itself_only():
     x, w, scales = operands(66, 32, 16)
