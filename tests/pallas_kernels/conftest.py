@@ -1,4 +1,4 @@
-"""Lets the tests here import the inputs and the truth they share; both forms of products."""
+"""What the tests here share: inputs and truths, and the two forms of products."""
 
 import sys
 from pathlib import Path

@@ -115,7 +115,7 @@ def test_float16_runs_too():
 
 @pytest.mark.parametrize("codes", [None, "2bit"])
 def test_on_hopper_blocks_take_several_tiles_each(codes):
-    """A ring that runs on from tile to tile; pairs of blocks, the last one half full."""
+    """A ring that runs on from tile to tile; pairs of blocks, the last half full."""
     from pallas_kernels import mosaic
     from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
 
