@@ -115,11 +115,11 @@ def test_float16_runs_too():
 
 @pytest.mark.parametrize("codes", [None, "2bit"])
 def test_on_hopper_blocks_take_several_tiles_each(codes):
-    """A ring that runs on from tile to tile; pairs of blocks, the last half full."""
+    """The ring runs on; the last pair of blocks is half full, the tail fills all."""
     from pallas_kernels import mosaic
     from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
 
-    case = operands(264, 192, 136, flags="b", rank=72, codes=codes)
+    case = operands(264, 192, 136, flags="b", rank=136, codes=codes)
     a, b, scale, (u, v), _ = case
     a, u, v = (jnp.asarray(t, jnp.bfloat16) for t in (a, u, v))
     b = stored(b, codes) if codes else jnp.asarray(b, jnp.bfloat16)
