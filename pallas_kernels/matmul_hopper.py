@@ -4,8 +4,8 @@ One warpgroup copies tiles by TMA into a ring of stages. Two multiply, each half
 rows of a tile of the result, and write it out while the ring fills for the next tile.
 wgmma reads both operands from shared memory in either order, so nothing is transposed
 in memory. Two blocks below each other each copy half of a tile of the right operand, to
-both. TMA reads zeros beyond an array's end and drops what is written there, so no
-size need be a multiple of a tile's.
+both. TMA reads zeros beyond an array's end and drops what is written there, so no size
+need be a multiple of a tile's; `alignment` says of what else.
 """
 
 import functools
@@ -18,6 +18,7 @@ from pallas_kernels import interpreter, mosaic
 from pallas_kernels.matmul_hopper_product import (
     CONSUMERS,
     TOGETHER,
+    Operand,
     Product,
     Refs,
     each_tile,
@@ -47,6 +48,9 @@ def call(
         tail: u stored as a is, v as b is; in the dtype of b.
         product: sizes and tiles.
         name: of the kernel.
+
+    Returns:
+        product.out_shape of product.dtype; what is beyond the result is zero.
     """
     p = product
     given = (a, b, scale, *(tail or (None, None)))
@@ -63,10 +67,9 @@ def call(
         )
 
     body.__name__ = name
-    shape = (p.n, p.m) if p.out_transposed else (p.m, p.n)
     return mosaic.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, p.dtype),
+        out_type=jax.ShapeDtypeStruct(p.out_shape, p.dtype),
         grid=(p.blocks,),
         grid_names=("block",),
         cluster=(p.together,),
@@ -120,4 +123,4 @@ def _produce(p: Product, refs: Refs) -> None:
     lax.fori_loop(last, count, lambda c, _: freed(c), None)
 
 
-__all__ = ["Product", "call", "interpreter"]
+__all__ = ["Operand", "Product", "call", "interpreter"]

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backend, mosaic
-from pallas_kernels.matmul import Side
+from pallas_kernels import alignment, backend
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.tile_sizes import (
     WARPGROUP_ROWS,
@@ -27,6 +26,19 @@ PIECE = 64
 GROUP = 8
 
 
+class Operand(NamedTuple):
+    """One side: the axis that the sum runs over, the other's tile, and how it lies.
+
+    width: columns of the pieces of 8 rows in which a tile lies in shared memory. The
+    array has a multiple of them, and of 8 rows (`alignment`).
+    """
+
+    dtype: Any
+    sum_axis: int
+    tile: int
+    width: int
+
+
 class Product(NamedTuple):
     """One product by its sizes: (M, K) by (K, N), and a tail of that rank.
 
@@ -38,8 +50,8 @@ class Product(NamedTuple):
     n: int
     k: int
     rank: int
-    left: Side
-    right: Side
+    left: Operand
+    right: Operand
     tiles: Tiles
     dtype: Any
     out_transposed: bool = False
@@ -88,6 +100,14 @@ class Product(NamedTuple):
         return self.tiles.n // PIECE
 
     @property
+    def out_shape(self) -> tuple[int, int]:
+        """Of the array that is written: the result and, where need be, zeros."""
+        rows, columns = (self.n, self.m) if self.out_transposed else (self.m, self.n)
+        whole = alignment.columns_at_once([columns], self.dtype.itemsize)
+        columns = columns if whole else alignment.rounded(columns, PIECE)
+        return alignment.rounded(rows, alignment.ROWS), columns
+
+    @property
     def decodes(self) -> bool:
         """Whether the left operand is codes, which become numbers in registers."""
         return self.left.dtype != self.right.dtype
@@ -119,20 +139,19 @@ class Refs(NamedTuple):
 def scratch(p: Product) -> list:
     """The last six of `Refs`."""
 
-    def tiles(shape, dtype, *counts):
-        kept = mosaic.transforms(shape, dtype)
-        return plgpu.SMEM((*counts, *shape), dtype, transforms=kept)
-
     def ring(side):
-        return tiles(_block(side, p.tiles.k), side.dtype, p.stages)
+        return _smem(_block(side, p.tiles.k), side.dtype, side.width, p.stages)
 
     tail_apart = p.decodes and p.tail_steps
-    u_block = _block(_tail_side(p), p.tiles.k)
+    u = p.left._replace(dtype=p.right.dtype, width=p.right.width)
+    u_block = _block(u, p.tiles.k)
+    piece = (WARPGROUP_ROWS, PIECE)
+    width = alignment.columns_at_once(p.out_shape[1:], p.dtype.itemsize)
     return [
         ring(p.left),
         ring(p.right),
-        tiles(u_block, p.right.dtype, p.tail_steps) if tail_apart else None,
-        tiles((WARPGROUP_ROWS, PIECE), p.dtype, CONSUMERS, min(2, p.pieces)),
+        _smem(u_block, u.dtype, u.width, p.tail_steps) if tail_apart else None,
+        _smem(piece, p.dtype, width, CONSUMERS, min(2, p.pieces)),
         plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
         plgpu.ClusterBarrier(
             collective_axes=(TOGETHER,),
@@ -142,12 +161,14 @@ def scratch(p: Product) -> list:
     ]
 
 
-def _tail_side(p: Product) -> Side:
-    """Of u: numbers, also where the left operand is codes."""
-    return p.left._replace(dtype=p.right.dtype)
+def _smem(shape, dtype, width, *counts):
+    """As many tiles of that shape, in pieces of 8 rows by so many columns."""
+    tiling = plgpu.TilingTransform((alignment.ROWS, width))
+    swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM((*counts, *shape), dtype, transforms=(tiling, swizzle))
 
 
-def _block(side: Side, tile_k: int) -> tuple[int, int]:
+def _block(side: Operand, tile_k: int) -> tuple[int, int]:
     return (side.tile, tile_k) if side.sum_axis == 1 else (tile_k, side.tile)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels import alignment, backend
 from pallas_kernels.bitlinear.shapes import choose_tiles
 from pallas_kernels.sharding import over_batch
 
@@ -41,8 +41,11 @@ def _run_here(x_codes, w_codes, scale, *, dtype):
 
     m = x_codes.shape[0]
     tiles = choose_tiles(m, *w_codes.shape[::-1])
-    if m < tiles.m:
-        x_codes = jnp.pad(x_codes, ((0, tiles.m - m), (0, 0)))
-        scale = jnp.pad(scale, (0, tiles.m - m))
+    rows = max(m, tiles.m)
+    if alignment.copies_by_tma():
+        rows = alignment.rounded(rows, alignment.ROWS)
+    if rows > m:
+        x_codes = jnp.pad(x_codes, ((0, rows - m), (0, 0)))
+        scale = jnp.pad(scale, (0, rows - m))
     y = bit_product_kernel(x_codes, w_codes, scale, dtype=dtype, tiles=tiles)
     return y[:m]

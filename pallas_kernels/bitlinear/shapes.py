@@ -41,6 +41,7 @@ def kernel_cases() -> list[KernelCase]:
 
 
 def _kernel_cases() -> list[KernelCase]:
+    from pallas_kernels.bitlinear import launch
     from pallas_kernels.bitlinear.kernels import bit_product_kernel
     from pallas_kernels.bitlinear.kernels_hopper import bit_product_wgmma
 
@@ -57,4 +58,13 @@ def _kernel_cases() -> list[KernelCase]:
         kernel = functools.partial(kernel, dtype=jnp.bfloat16)
         return KernelCase(name, kernel, (*codes, scale))
 
-    return [case("student_1b4_in_proj"), case("student_1b4_out_proj")]
+    odd = KernelCase(
+        "odd",
+        functools.partial(launch.run, dtype=jnp.bfloat16),
+        (
+            jax.ShapeDtypeStruct((70, 96), jnp.int8),
+            jax.ShapeDtypeStruct((72, 96), jnp.int8),
+            jax.ShapeDtypeStruct((70, 1), jnp.float32),
+        ),
+    )
+    return [case("student_1b4_in_proj"), case("student_1b4_out_proj"), odd]

@@ -52,6 +52,7 @@ def kernel_cases() -> list[KernelCase]:
 
 
 def _kernel_cases() -> list[KernelCase]:
+    from pallas_kernels.out_prod import launch
     from pallas_kernels.out_prod.kernels import out_prod_kernel
     from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
 
@@ -82,6 +83,15 @@ def _kernel_cases() -> list[KernelCase]:
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def odd(name, a, b, *, rank=0, **flags):
+        m, n = a.shape[flags["transpose_a"]], b.shape[not flags["transpose_b"]]
+
+        def function(a, b, *tail):
+            return launch.run(a, b, jnp.float32(0.5), tail or None, **flags)
+
+        tail = (array(m, rank), array(n, rank)) if rank else ()
+        return KernelCase(name, function, (a, b, *tail))
+
     m, k, n, rank = SHAPES["student_1b4_in_proj"]
     dy, weight = array(m, k), array(n, k)
     codes, planes = array(n, k, dtype=jnp.int8), array(n, 2176, dtype=jnp.uint8)
@@ -93,6 +103,15 @@ def _kernel_cases() -> list[KernelCase]:
         case("nt_lora", dy, weight, flags="b", tail=rank),
         case("nt_int8_lora", dy, codes, flags="b", tail=rank, scale=True),
         case("nt_2bit_lora", dy, planes, flags="b", tail=rank, scale=True),
+    ]
+    # Sizes that are multiples of next to nothing: `launch` finds a way.
+    native, turned = ({"transpose_a": False, "transpose_b": t} for t in (False, True))
+    cases += [
+        odd("odd_nn_lora", array(70, 104), array(104, 72), rank=4, **native),
+        odd(
+            "odd_tn", array(90, 72), array(90, 40), transpose_a=True, transpose_b=False
+        ),
+        odd("odd_nt_int8", array(70, 96), array(40, 96, dtype=jnp.int8), **turned),
     ]
     if portable:
         return [*cases, case("nt_plain", dy, weight, flags="b", tiles=PLAIN)]

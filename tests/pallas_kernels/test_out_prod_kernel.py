@@ -49,6 +49,35 @@ def test_forward_and_every_gradient(flags, m, k, n, rank):
     assert_close(got, truth(case, flags), BFLOAT16)
 
 
+@pytest.mark.parametrize(
+    ("flags", "m", "k", "n", "codes"),
+    [
+        ("", 70, 104, 72, None),
+        ("a", 72, 90, 40, None),
+        ("b", 70, 48, 40, "int8"),
+    ],
+)
+def test_what_tma_does_not_take_is_padded(monkeypatch, flags, m, k, n, codes):
+    """The portable form on a GPU that copies by TMA, sm_120 for one."""
+    monkeypatch.setattr(backend, "capability", lambda: (12, 0))
+    case = operands(m, k, n, flags=flags, rank=4, codes=codes)
+    a, b, scale, tail, _ = case
+    a, *tail = (jnp.asarray(t, jnp.bfloat16) for t in (a, *tail))
+    b = stored(b, codes) if codes else jnp.asarray(b, jnp.bfloat16)
+
+    y = out_prod(
+        a,
+        b,
+        transpose_a="a" in flags,
+        transpose_b="b" in flags,
+        scale=jnp.asarray(scale),
+        tail=tuple(tail),
+        implementation="pallas",
+    )
+
+    assert_close([np.float64(y)], truth(case, flags)[:1], BFLOAT16)
+
+
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("codes", ["int8", "2bit"])
 def test_codes_are_decoded_in_the_tile(codes):
