@@ -283,13 +283,17 @@ def timed_cases(max_tokens: int) -> list[Callable[[], Case]]:
 
 
 def small_cases() -> list[Callable[[], Case]]:
-    """Makers of the cases that are compared with float64: odd lengths, documents."""
+    """Makers of the cases that are compared with float64: odd lengths, documents.
+
+    Products of more than 128 rows, of codes columns, are those of two blocks on Hopper.
+    """
     return [
         partial(scan, 2, 70, 4, 2, documents_a_row=5, state=32),
         partial(scan, 1, 129, 2, 1, state=128),
         partial(convolution, 2, 70, 128, 4, documents_a_row=5),
         partial(input_gradient, 70, 96, 48, 4),
+        partial(input_gradient, 300, 200, 72, 4),
         partial(input_gradient, 70, 96, 48, 4, codes="int8"),
-        partial(input_gradient, 70, 128, 48, 4, codes="2bit"),
-        partial(code_product, 70, 96, 48),
+        partial(input_gradient, 70, 128, 200, 4, codes="2bit"),
+        partial(code_product, 300, 96, 48),
     ]
