@@ -79,6 +79,11 @@ def test_the_readable_table_is_that_of_the_numbers(check):
     for found in table["targets"].values():
         assert {name.split("/")[0] for name in found} == set(check.known_ops())
         assert all(result["spilled_bytes"] == 0 for result in found.values())
+    for name, result in table["targets"]["h200"].items():
+        if name.startswith(("out_prod/", "bitlinear/")):
+            portable = name.endswith("_mma")
+            assert (result["mma"] > 0, result["wgmma"] > 0) == (portable, not portable)
+            assert result["shared_bytes"] <= 227 * 1024
 
 
 @pytest.mark.skipif(not absent_gpu.missing(), reason="the extra gpucheck is installed")
