@@ -9,8 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ssd.narrow import backward as kernels_backward
-from pallas_kernels.ssd.narrow import forward as kernels_forward
+from pallas_kernels.ssd.narrow import pieces
+from pallas_kernels.ssd.narrow import states as kernels
+from pallas_kernels.ssd.narrow.backward import gradients
+from pallas_kernels.ssd.narrow.forward import scan
 from pallas_kernels.ssd.narrow.tile import Sizes
 
 
@@ -25,16 +27,13 @@ class Vectors(NamedTuple):
 def forward(x, dt, A, B, C, D, run, initial_state, *, stretch, keep_states):
     """(y, final state, states (B, tiles, H·P) or None) of whole tiles."""
     s = _sizes(x, B, stretch)
-    vectors = _vectors(dt, A, B, C, run, s)
-    y, states, final = kernels_forward.scan(
-        _tokens(x, s),
-        *vectors,
-        D.ravel(),
-        initial_state.reshape(s.b, -1),
-        s,
-        keep_states=keep_states,
-    )
-    return y.reshape(x.shape), final.reshape(initial_state.shape), _by_row(states, s)
+    vectors, x_t = _vectors(dt, A, B, C, run, s), _tokens(x, s)
+    start = _entering(x_t, vectors, initial_state, s)
+    y, ends, states = scan(x_t, *vectors, D.ravel(), start, s, keep_states=keep_states)
+    if keep_states:
+        states = states.reshape(s.b, s.tiles, -1)
+    final = pieces.by_piece(ends, s)[:, -1]
+    return y.reshape(x.shape), final, states
 
 
 def backward(x, dt, A, B, C, D, run, initial_state, states, dy, dfinal, *, stretch):
@@ -44,34 +43,44 @@ def backward(x, dt, A, B, C, D, run, initial_state, states, dy, dfinal, *, stret
     compute them again.
     """
     s = _sizes(x, B, stretch)
-    vectors, x_t = _vectors(dt, A, B, C, run, s), _tokens(x, s)
+    vectors = _vectors(dt, A, B, C, run, s)
+    x_t, dy_t = _tokens(x, s), _tokens(dy, s)
     if states is None:
-        start = initial_state.reshape(s.b, -1)
-        decay, dtB, _ = vectors
-        _, states, _ = kernels_forward.scan(
-            x_t, decay, dtB, None, None, start, s, keep_states=True
-        )
-    dx, dstart, dD, *sums = kernels_backward.gradients(
-        x_t,
-        _tokens(dy, s),
-        *vectors,
-        D.ravel(),
-        states.reshape(s.b * s.tiles, -1),
-        dfinal.reshape(s.b, -1),
-        s,
-    )
+        start = _entering(x_t, vectors, initial_state, s)
+        _, states = kernels.states(x_t, vectors.decay, vectors.dtB, start, s)
+    states = states.reshape(s.b * s.tiles, -1)
+    dend = _arriving(dy_t, vectors, dfinal, s)
+    dx, dstart, dD, *sums = gradients(x_t, dy_t, *vectors, D.ravel(), states, dend, s)
     added, read, crossing = (_by_head(t, s) for t in sums)
     dt = dt.swapaxes(1, 2)
     ddt = _per_head(B, s) * added + A[:, None] * crossing
     dB, dC = _sum_heads(dt * added, B, s), _sum_heads(read, C, s)
     dA, dD = (dt * crossing).sum(2), dD.reshape(s.b, -1, s.h, s.p).sum(1)
-    dstart = dstart.reshape(initial_state.shape)
+    dstart = pieces.by_piece(dstart, s)[:, 0]
     return dx.reshape(x.shape), ddt.swapaxes(1, 2), dA, dB, dC, dD, dstart
+
+
+def _entering(x_t, vectors, initial_state, s):
+    """The state entering each piece, (B·pieces, H·P)."""
+    if s.pieces == 1:
+        return initial_state.reshape(s.b, -1)
+    nothing = jnp.zeros((s.b * s.pieces, s.channels), jnp.float32)
+    ends, _ = kernels.states(x_t, vectors.decay, vectors.dtB, nothing, s)
+    return pieces.in_series(ends, vectors.decay, initial_state, s)
+
+
+def _arriving(dy_t, vectors, dfinal, s):
+    """The gradient of the state leaving each piece, (B·pieces, H·P)."""
+    if s.pieces == 1:
+        return dfinal.reshape(s.b, -1)
+    sent = kernels.state_gradients(dy_t, vectors.decay, vectors.C, s)
+    return pieces.in_series(sent, vectors.decay, dfinal, s, reverse=True)
 
 
 def _sizes(x, B, stretch):
     batch, length, heads, width = x.shape
-    return Sizes(batch, length, heads, width, B.shape[2], stretch)
+    whole = Sizes(batch, length, heads, width, B.shape[2], stretch)
+    return whole._replace(pieces=pieces.count(whole))
 
 
 def _vectors(dt, A, B, C, run, s) -> Vectors:
@@ -96,10 +105,6 @@ def _per_head(maps, s):
 def _tokens(t, s):
     """(B, L, H, P) -> (B·L/n, n, H·P)."""
     return t.reshape(-1, s.stretch, s.h * s.p)
-
-
-def _by_row(states, s):
-    return None if states is None else states.reshape(s.b, s.tiles, -1)
 
 
 def _by_head(sums, s):

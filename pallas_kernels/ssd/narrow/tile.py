@@ -8,7 +8,7 @@ the stretches leave behind is exchanged through shared memory; then it walks aga
 from the state that really enters its stretch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,10 @@ BY_STRETCH, BY_CHANNEL = TILED.reduce(1), TILED.reduce(0)
 
 
 class Sizes(NamedTuple):
-    """B, L, H, P (a multiple of 128), G; and the tokens of a stretch."""
+    """B, L, H, P (a multiple of 128), G; tokens of a stretch, pieces of a row.
+
+    L is a multiple of a tile, and so is each piece.
+    """
 
     b: int
     length: int
@@ -41,28 +44,35 @@ class Sizes(NamedTuple):
     p: int
     g: int
     stretch: int
+    pieces: int = 1
 
     @property
     def tiles(self) -> int:
+        """Of a row."""
         return self.length // (WARPS * self.stretch)
+
+    @property
+    def channels(self) -> int:
+        return self.h * self.p
 
     @property
     def blocks(self) -> int:
         """Blocks of channels in a row."""
-        return self.h * self.p // CHANNELS
+        return self.channels // CHANNELS
 
 
 class Place(NamedTuple):
-    """Where one thread block's data lie: row of the batch, block of channels."""
+    """Where one thread block's data lie: row of the batch, piece, block of channels."""
 
     s: Sizes
     b: Any
+    piece: Any
     block: Any
 
     @classmethod
     def here(cls, sizes: Sizes) -> "Place":
-        """From the grid (block, b)."""
-        return cls(sizes, lax.axis_index("b"), lax.axis_index("block"))
+        """From the grid, see `call`."""
+        return cls(sizes, *(lax.axis_index(name) for name in _GRID[::-1]))
 
     @property
     def channels(self) -> Any:
@@ -86,8 +96,56 @@ class Place(NamedTuple):
         group = lax.div(self.block * CHANNELS, self.s.p * (self.s.h // self.s.g))
         return self._stretches(self.b * self.s.g + group, tile)
 
+    def tile(self, tile: Any) -> Any:
+        """Row of what there is one of for each tile, (B·tiles, H·P)."""
+        return self.b * self.s.tiles + tile
+
+    @property
+    def end(self) -> Any:
+        """Row of what there is one of for each piece, (B·pieces, H·P)."""
+        return self.b * self.s.pieces + self.piece
+
     def _stretches(self, series, tile):
         return ds((series * self.s.tiles + tile) * WARPS, WARPS)
+
+
+_GRID = ("block", "piece", "b")
+
+
+def call(body: Callable, out_type: Any, sizes: Sizes, kinds: int) -> Callable:
+    """The kernel of a body that exchanges so many kinds of ends."""
+    return mosaic.kernel(
+        body,
+        out_type=out_type,
+        grid=(sizes.blocks, sizes.pieces, sizes.b),
+        grid_names=_GRID,
+        scratch_types=Exchange.scratch(kinds),
+        # `Exchange` has the barrier that is needed.
+        compiler_params=mosaic.WRITES_ONLY,
+    )
+
+
+def along(
+    at: Place, fetch: Callable, step: Callable, carry: Any, *, reverse: bool = False
+) -> Any:
+    """step(tile, slot, fetch(tile), carry) -> carry, over the tiles of the piece.
+
+    Each tile is fetched while the one before is worked on: loads are awaited where
+    their values are first used, a tile later. slot: of `Exchange`.
+    """
+    tiles = at.s.tiles // at.s.pieces
+
+    def place(i):
+        i = lax.min(i, tiles - 1)
+        return at.piece * tiles + (tiles - 1 - i if reverse else i)
+
+    def one(i, both):
+        carry, now = both
+        ahead = fetch(place(i + 1))
+        return step(place(i), lax.rem(i, 2), now, carry), ahead
+
+    first = fetch(place(jnp.int32(0)))
+    return lax.fori_loop(0, tiles, one, (carry, first))[0]
 
 
 def load(ref: Any, layout: Any = TILED) -> jax.Array:
@@ -139,6 +197,18 @@ def walk(tokens: Any, state: jax.Array | None) -> list[jax.Array]:
         state = added if state is None else passed(spread(decay), state) + added
         states.append(state)
     return states
+
+
+def sent_back(tokens: Any, dstate: jax.Array | None) -> jax.Array:
+    """The gradient of the state before a stretch from that of the one after it.
+
+    tokens: dy, decay and C, each in order. dstate: None for zeros.
+    """
+    for j in range(len(tokens.dy))[::-1]:
+        own = spread(tokens.C[j]) * wide(tokens.dy[j])
+        dstate = own if dstate is None else dstate + own
+        dstate = passed(spread(tokens.decay[j]), dstate)
+    return dstate
 
 
 class Exchange(NamedTuple):
