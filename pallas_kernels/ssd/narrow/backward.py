@@ -87,10 +87,7 @@ def _body(*refs, s, ends, through):
         entering, _ = exchange.get(slot, 0, now.state)
         after, dstate = exchange.get(slot, 1, dstate, reverse=True)
         out = (dx_g.at[at.tokens(tile)], *(t.at[at.block_tokens(tile)] for t in sums_g))
-        _gradients(now, entering, after, skip, at.channels, *out)
-        for x, dy in zip(now.x, now.dy, strict=True):
-            dD = dD + tiles.wide(x) * tiles.wide(dy)
-        return dstate, dD
+        return dstate, dD + _gradients(now, entering, after, skip, at.channels, *out)
 
     dstate = tiles.load(dend_g.at[at.end, at.channels], tiles.BY_CHANNEL)
     carry = (dstate, tiles.zeros())
@@ -100,11 +97,11 @@ def _body(*refs, s, ends, through):
 
 
 def _gradients(now, state, dstate, skip, channels, dx_g, added_g, read_g, crossing_g):
-    """Write the gradients of a tile.
+    """Write the gradients of a tile; returns its part of dD.
 
     state: entering the stretches. dstate: of the states leaving them, from the right.
     """
-    decayed = []
+    decayed, dD = [], tiles.zeros()
     for x, decay, dtB in zip(now.x, now.decay, now.dtB, strict=True):
         decayed.append(tiles.passed(tiles.spread(decay), state))
         state = decayed[-1] + tiles.spread(dtB) * tiles.wide(x)
@@ -116,4 +113,5 @@ def _gradients(now, state, dstate, skip, channels, dx_g, added_g, read_g, crossi
         added_g[:, j] = jnp.sum(x * z, axis=1)
         read_g[:, j] = jnp.sum((decayed[j] + dtB * x) * dy, axis=1)
         crossing_g[:, j] = jnp.sum(decayed[j] * z, axis=1)
-        dstate = tiles.passed(decay, z)
+        dstate, dD = tiles.passed(decay, z), dD + x * dy
+    return dD

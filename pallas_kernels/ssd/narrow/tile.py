@@ -237,7 +237,7 @@ class Exchange(NamedTuple):
         self.through.at[slot][...] = through
         for kind, end in enumerate(ends):
             self.ends.at[slot, kind][...] = end
-        mosaic.smem_written()
+        mosaic.meet()
 
     def get(
         self, slot: Any, kind: int, carried: jax.Array, *, reverse: bool = False
