@@ -1,8 +1,8 @@
 """The kernels for one state per channel, interpreted: races raised, against float64.
 
 The interpreter starts every output and all scratch as NaN: what is finite was written.
-That stretches exchange their ends behind a barrier it does not check: to it a
-warpgroup is one thread.
+That stretches exchange their ends behind a barrier it cannot check, a warpgroup being
+one thread to it: absent_gpu/test_ssd_program.py does.
 """
 
 import jax
@@ -34,9 +34,15 @@ def short_stretches(monkeypatch):
     monkeypatch.setattr(vjp, "STRETCH", 2)
 
 
-def compare(inputs, cotangents, ids, dtype=jnp.float32):
+@pytest.fixture(scope="module")
+def chunked(users_level):
+    """The scan as users have it; compiled once for the tests of SHAPE."""
+    return cases.compile_chunked(users_level)
+
+
+def compare(inputs, cotangents, ids, chunked=cases.chunked, dtype=jnp.float32):
     """The kernels' outputs and gradients, after they were compared with the truth."""
-    got = cases.by_kernels(inputs, cotangents, ids)
+    got = cases.by_kernels(inputs, cotangents, ids, chunked)
     # What float32 cannot hold is zero.
     want = cases.truth(inputs, cotangents, ids)
     want = {name: np.float32(value) for name, value in want.items()}
@@ -45,23 +51,23 @@ def compare(inputs, cotangents, ids, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    ("shape", "stretch", "skip", "dtype", "rows"),
+    ("shape", "stretch", "skip", "dtype", "lengths"),
     [
-        ((1, 34, 1, 72, 1, 1), 8, "head", jnp.bfloat16, ((9, 1, 18, 6),)),
-        ((2, 9, 2, 256, 1, 1), 2, "none", jnp.float32, ((3, 1, 5), (8, 1))),
+        ((1, 34, 1, 72, 1, 1), 8, "head", jnp.bfloat16, (9, 1, 18, 6)),
+        ((2, 9, 2, 256, 1, 1), 2, "none", jnp.float32, None),
     ],
-    ids=["bf16-P72-as-users-have-it", "f32-H2G1P256"],
+    ids=["bf16-P72-as-users-have-it", "f32-H2G1P256-no-documents"],
 )
-def test_equal_the_recurrence(shape, stretch, skip, dtype, rows, monkeypatch):
+def test_equal_the_recurrence(shape, stretch, skip, dtype, lengths, monkeypatch):
     from pallas_kernels import mosaic
     from pallas_kernels.ssd.narrow import vjp
 
     monkeypatch.setattr(vjp, "STRETCH", stretch)
     inputs, cotangents = cases.make_rounded(shape, dtype, skip=skip)
-    ids = np.concatenate([cases.segments(*lengths) for lengths in rows])
+    ids = lengths and cases.segments(*lengths)
 
     with mosaic.races_raise():
-        got = compare(inputs, cotangents, ids, dtype)
+        got = compare(inputs, cotangents, ids, dtype=dtype)
 
     assert got["y"].dtype == got["dx"].dtype == got["dB"].dtype == dtype
     assert got["final_state"].dtype == got["dinitial_state"].dtype == jnp.float32
@@ -73,56 +79,64 @@ def test_equal_the_recurrence(shape, stretch, skip, dtype, rows, monkeypatch):
     [((0.5, 8.0), (1.0, 16.0)), ((0.0, 100.0), (1e3, 1e3)), ((0.0, 0.0), (1.0, 16.0))],
     ids=["large", "huge", "zero"],
 )
-def test_extreme_step_sizes(dt, A):
+def test_extreme_step_sizes(dt, A, chunked):
     inputs, cotangents = cases.make_rounded(SHAPE, jnp.float32, dt=dt, A=A)
 
-    compare(inputs, cotangents, None)
+    compare(inputs, cotangents, cases.segments(21), chunked)
 
 
-def test_one_huge_step_does_not_blur_its_neighbours():
+def test_one_huge_step_does_not_blur_its_neighbours(chunked):
     inputs = cases.make_inputs(SHAPE, dt=(1e-4, 1e-3), A=(0.5, 1.0))
     inputs["dt"][0, ::7] = 1e4
     inputs["dt"][0, ::5] = 0
 
-    inputs = cases.cast(inputs, np.float32)
-    compare(inputs, cases.make_cotangents(SHAPE), None)
+    inputs, cotangents = cases.cast(inputs, np.float32), cases.make_cotangents(SHAPE)
+    compare(inputs, cotangents, cases.segments(21), chunked)
 
 
 @pytest.mark.parametrize(
     "cuts", [(1, 2, 3), (4, 7, 8, 9), (16,), tuple(range(1, 21))], ids=str
 )
-def test_boundaries_anywhere(cuts):
+def test_boundaries_anywhere(cuts, chunked):
     inputs, cotangents = cases.make_rounded(SHAPE, jnp.float32)
 
-    compare(inputs, cotangents, cases.cut(21, cuts))
+    compare(inputs, cotangents, cases.cut(21, cuts), chunked)
 
 
-@pytest.mark.parametrize(("count", "length"), [(1, 10), (3, 12)])
-def test_rows_in_pieces_and_recomputed_states(count, length, monkeypatch):
-    """Right in pieces; recomputed states give the same bits, and so does a second run.
-
-    The second document is all of the second piece and ends in the third.
-    """
+def test_recomputed_states_give_the_same_bits_every_time(chunked, users_level):
     from pallas_kernels.ssd.kernel_vjp import scan_by_kernels
-    from pallas_kernels.ssd.narrow import pieces, vjp
 
-    monkeypatch.setattr(pieces, "count", lambda sizes: count)
-    monkeypatch.setattr(vjp, "STRETCH", 1)
-    inputs, cotangents = cases.make_rounded((1, length, *SHAPE[2:]), jnp.float32)
-    ids = cases.segments(3, 6, length - 9)
+    inputs, cotangents = cases.make_rounded(SHAPE, jnp.float32)
+    ids = cases.segments(7, 14)
 
     def run(i):
         args = [i[k] for k in cases.NAMES[:6]]
         rest = (jnp.asarray(ids), i["initial_state"])
         return scan_by_kernels(*args, *rest, save_states=False)
 
-    recomputed = jax.jit(lambda i: cases._with_gradients(run, i, cotangents))(inputs)
-    saved = compare(inputs, cotangents, ids)
-    again = cases.by_kernels(inputs, cotangents, ids)
+    recompute = jax.jit(
+        lambda i: cases._with_gradients(run, i, cotangents),
+        compiler_options=users_level,
+    )
+    recomputed = recompute(inputs)
+    saved, again = (
+        cases.by_kernels(inputs, cotangents, ids, chunked) for _ in range(2)
+    )
 
     for name, value in saved.items():
         np.testing.assert_array_equal(value, recomputed[name], err_msg=name)
         np.testing.assert_array_equal(value, again[name], err_msg=name)
+
+
+def test_rows_in_pieces(monkeypatch):
+    """The second document is all of the second piece and ends in the third."""
+    from pallas_kernels.ssd.narrow import pieces, vjp
+
+    monkeypatch.setattr(pieces, "count", lambda sizes: 3)
+    monkeypatch.setattr(vjp, "STRETCH", 1)
+    inputs, cotangents = cases.make_rounded((1, 12, *SHAPE[2:]), jnp.float32)
+
+    compare(inputs, cotangents, cases.segments(3, 6, 3))
 
 
 @pytest.mark.parametrize(
@@ -146,12 +160,6 @@ def test_pieces_fill_a_gpu_that_rows_do_not(
     assert pieces.count(tile.Sizes(batch, length, 32, 128, 32, 8)) == count
 
 
-@pytest.fixture(scope="module")
-def chunked(users_level):
-    """The scan as users have it, for what must be equal to the bit."""
-    return cases.compile_chunked(users_level)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("document", [0, 1, 4])
 def test_a_bad_document_moves_no_bit_of_the_others(document, bad, chunked):
@@ -164,7 +172,7 @@ def test_a_bad_document_moves_no_bit_of_the_others(document, bad, chunked):
         spoilt[name] = np.where(chosen[..., None, None], bad, clean[name])
 
     before, after = (
-        chunked(cases.cast(i, jnp.float32), (d, dstate), ids, 64, "pallas")
+        cases.by_kernels(cases.cast(i, jnp.float32), (d, dstate), ids, chunked)
         for i, d in ((clean, dy), (spoilt, bad_dy))
     )
 

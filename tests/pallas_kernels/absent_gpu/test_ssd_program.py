@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import ssd
 from pallas_kernels.absent_gpu import compile_for
 from pallas_kernels.sharding import BATCH_AXIS
+from pallas_kernels.ssd.shapes import SHAPES
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -78,3 +79,25 @@ def test_one_state_per_channel_is_read_where_it_lies(rtx3060):
     # Nothing of x's size: a state for 32 tokens, and vectors over tokens.
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries <= length * heads * 128 * 2 / 4
+
+
+def test_stretches_meet_between_writing_and_reading(rtx3060, monkeypatch, tmp_path):
+    """The interpreter has one thread where the GPU has four warps."""
+    from pallas_kernels.ssd.narrow import cases
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    shape = SHAPES["bitmamba2_255m"]._replace(length=128, n_heads=1, n_groups=1)
+    with jax.default_device(rtx3060.devices[0]):
+        kernels = cases.of_shape(shape, BF16)
+
+    for _, function, arguments in kernels:
+        compile_for(rtx3060, function, *arguments)
+
+    programs = sorted(tmp_path.glob("*.ptx"))
+    assert len(programs) == len(kernels) == 4
+    for program in programs:
+        steps = re.findall(r"(st|ld)\.shared|(bar)\.sync", program.read_text())
+        order = [a or b for a, b in steps]
+        read = order.index("ld")
+        written = max(i for i, step in enumerate(order) if step == "st")
+        assert "bar" in order[written:read], program.name
