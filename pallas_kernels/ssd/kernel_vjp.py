@@ -16,6 +16,7 @@ from pallas_kernels import backend
 from pallas_kernels.sharding import over_batch
 from pallas_kernels.ssd import launch
 from pallas_kernels.ssd.hopper import launch as hopper
+from pallas_kernels.ssd.narrow import vjp as narrow
 from pallas_kernels.ssd.vjp import pad_to_chunks
 
 # Channels of a head in the kernels; a wider head becomes several with the same decays.
@@ -58,8 +59,13 @@ def scan_by_kernels(x, dt, A, B, C, D, run, initial_state, *, save_states=True):
     """(y, final state); arguments as `vjp.ssd_chunked` takes them, of any length.
 
     `refusals.refusal` must have been asked. Channels that are no multiple of 64 and
-    states that are none of 16 (on Hopper 64) are padded with zeros.
+    states that are none of 16 (by wgmma, of 64) are padded with zeros. A single state
+    has kernels of its own.
     """
+    if B.shape[-1] == 1:
+        return narrow.scan_by_kernels(
+            x, dt, A, B, C, D, run, initial_state, save_states=save_states
+        )
     (_, length, heads, width), n = x.shape, B.shape[-1]
     name = form_for(x, B, C)
     form = FORMS[name]
