@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels import backend
+from pallas_kernels import backend, interpreter
 from pallas_kernels.mosaic import pl, plgpu
 
 # Rows of a result that one warpgroup computes.
@@ -29,8 +28,9 @@ def dot(a: Any, b: Any, acc: jax.Array | None = None) -> jax.Array:
         acc: (M, N) float32.
     """
 
-    if backend.platform() == "cpu":
-        return _interpreted(a, b, acc)
+    if backend.platform() == "cpu":  # the interpreter cannot begin with a sum
+        product = _interpreted(a, b)
+        return product if acc is None else acc + product
     if acc is None:
         acc = zeros((a.shape[0], b.shape[1]))
 
@@ -40,24 +40,18 @@ def dot(a: Any, b: Any, acc: jax.Array | None = None) -> jax.Array:
     return pl.run_state(onto)(plgpu.ACC.init(acc))
 
 
-def _interpreted(a, b, acc):
-    """The same where JAX interprets: it knows neither a first sum nor a left operand
-    in registers."""
-    if isinstance(a, jax.Array):
-        dims = (((1,), (0,)), ((), ()))
-        product = lax.dot_general(
-            a, plgpu.load(b), dims, preferred_element_type=jnp.float32
-        )
-    else:
+def _interpreted(a, b):
+    def product(out):
+        plgpu.wgmma(out, a, b)
+        return out[...]
 
-        def one(out):
-            plgpu.wgmma(out, a, b)
-            return out[...]
-
-        product = pl.run_scoped(one, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-    return product if acc is None else acc + product
+    shape = a.shape[0], b.shape[1]
+    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
     """A sum to begin with."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACC)
+
+
+__all__ = ["ACC", "ROWS", "dot", "interpreter", "zeros"]

@@ -16,6 +16,7 @@ from pallas_kernels.mosaic import plgpu
 from pallas_kernels.ssd.decay_vectors import COARSE, COUNT
 from pallas_kernels.ssd.hopper import tiles
 from pallas_kernels.ssd.layout import Block, Sizes, heads_per_block
+from pallas_kernels.ssd.tiles import split
 from pallas_kernels.wgmma import ROWS, dot, zeros
 
 ds = mosaic.pl.ds
@@ -54,7 +55,8 @@ def chunk_gradients(
     s, heads, groups = sizes, heads_per_block(sizes), sizes.q // ROWS
     scratch = {
         "b_s": tiles.tile(s.q, s.n),
-        "c_s": tiles.tile(s.q, s.n),
+        # C before and after the heads, between them what C Bᵀ is more than g_s.
+        "union_s": plgpu.RefUnion(tiles.tile(s.q, s.n), tiles.narrow_tile(s.q, s.q)),
         "g_s": tiles.narrow_tile(s.q, s.q),
         "before_s": tiles.narrow_tile(ROWS, ROWS),
         "x_s": tiles.narrow_tile(s.q, s.p, _SLOTS),
@@ -66,6 +68,8 @@ def chunk_gradients(
         "d_s": plgpu.SMEM((_SLOTS, s.p), jnp.float32),
         "v_s": plgpu.SMEM((_SLOTS, 4 * s.q), jnp.float32),
         "once": plgpu.Barrier(num_arrivals=5),
+        "again": plgpu.Barrier(num_arrivals=1),
+        "meet": plgpu.Barrier(num_arrivals=groups),
         "full": plgpu.Barrier(num_arrivals=5, num_barriers=_SLOTS),
         "free": plgpu.Barrier(num_arrivals=groups, num_barriers=_SLOTS),
     }
@@ -93,11 +97,11 @@ def chunk_gradients(
 def _body(*refs, s, heads, **scratch):
     x_g, dy_g, b_g, c_g, v_g, h_g, d_g, end_g, order_g, before_g, *outputs = refs
     dx_g, db_g, dg_g, terms_g = outputs
-    b_s, c_s, g_s = (scratch[name] for name in ("b_s", "c_s", "g_s"))
+    b_s, (c_s, rest_s) = scratch["b_s"], scratch["union_s"]
+    g_s = (scratch["g_s"], rest_s)
     at, group = Block.here(s, heads), lax.axis_index(tiles.THREAD)
     own, columns = ds(group * ROWS, ROWS), tiles.pieces(s.n)
     bounds = [scratch["bounds_s"].at[n] for n in range(2)]
-    staged = scratch["staged_s"].at[group]
 
     @mosaic.pl.when(group == 0)
     def _():
@@ -108,11 +112,25 @@ def _body(*refs, s, heads, **scratch):
         tiles.fetch(order_g, bounds[0], once)
         tiles.fetch(end_g.at[at.rows(0)], bounds[1], once)
 
+    def meet():
+        """Wait for the other warpgroups."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["meet"])
+        plgpu.barrier_wait(scratch["meet"])
+
     plgpu.barrier_wait(scratch["once"])
-    for i in tiles.pieces(s.q, _READERS):
-        scores = dot(b_s.at[own], mosaic.transposed(c_s.at[i]))
-        scores = jnp.where(tiles.later(*bounds, own, i), scores, 0.0)
-        g_s.at[own, i][...] = scores.astype(tiles.HALF)
+    scores = [
+        jnp.where(
+            tiles.later(*bounds, own, i),
+            dot(b_s.at[own], mosaic.transposed(c_s.at[i])),
+            0.0,
+        )
+        for i in tiles.pieces(s.q, _READERS)
+    ]
+    meet()
+    for i, part in zip(tiles.pieces(s.q, _READERS), scores, strict=True):
+        for ref, value in zip(g_s, split(part, 2), strict=True):
+            ref.at[own, i][...] = value
 
     def start_copies(k, slot):
         head, bar = at.block * heads + k, scratch["full"].at[slot]
@@ -124,25 +142,20 @@ def _body(*refs, s, heads, **scratch):
         vectors = v_g.at[at.vector(head, COARSE, 4, COUNT)]
         tiles.fetch(vectors, scratch["v_s"].at[slot], bar)
 
-    known_at, known_group, known_staged = at, group, staged
-
     def one(k, slot, carry):
         dscores, db = carry
-        # Read, not known: else every address that depends on it is kept in registers.
+        # Read, not known: else every address that depends on where the block is would
+        # be computed before the loop and kept in registers.
         zero = scratch["bounds_s"][0, 0]
-        group = known_group + zero
-        own = ds(group * ROWS, ROWS)
-        staged = scratch["staged_s"].at[group]
-        before = scratch["before_s"].at[ds(zero, ROWS)]
-        at = Block(
-            s, heads, known_at.b + zero, known_at.chunk + zero, known_at.block + zero
-        )
-        head = at.block * heads + k
+        here, half = at.moved(zero), group + zero
+        own, before = ds(half * ROWS, ROWS), scratch["before_s"].at[ds(zero, ROWS)]
+        staged = scratch["staged_s"].at[half]
+        head = here.block * heads + k
         x_s, dy_s, h_s = (scratch[name].at[slot] for name in ("x_s", "dy_s", "h_s"))
         v = [scratch["v_s"].at[slot, ds(n * s.q, s.q)] for n in range(4)]
 
         def write(n, value):
-            place = at.vector(head, n, 1, TERMS).start + own.start
+            place = here.vector(head, n, 1, TERMS).start + own.start
             terms_g[ds(place, ROWS)] = value
 
         u = dot(b_s.at[own], mosaic.transposed(h_s))
@@ -154,18 +167,21 @@ def _body(*refs, s, heads, **scratch):
             dot(to_state, h_s.at[:, n], acc) for n, acc in zip(columns, db, strict=True)
         )
         out, crossing = [], 0.0
-        for half, i in enumerate(tiles.pieces(s.q)):
+        for i in tiles.pieces(s.q):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for part in tiles.pieces(i.size, _READERS):
-                of_half, part = part, ds(i.start + part.start, part.size)
-                new, pair, weights = _pairs(g_s, x_s, dy_s, v, own, part)
-                out.append(dscores[len(out)] + new)
-                staged.at[:, of_half][...] = pair
+                place, part = part, ds(i.start + part.start, part.size)
+                decay = tiles.pair_decay(*v[:2], own, part)
+                weights = (_scores(g_s, own, part) * decay).astype(tiles.HALF)
                 u = dot(weights, dy_s.at[part], u)
+                new = dot(x_s.at[own], mosaic.transposed(dy_s.at[part]))
+                new = new * (decay * tiles.down(v[2].at[own], part.size))
+                out.append(dscores[len(out)] + new)
+                staged.at[:, place][...] = _pairs(_scores(g_s, own, part), new)
             plgpu.commit_smem()
             crossing = crossing + _crossing(before, staged, bounds, own, i)
-            if half:
-                above = ds(own.start * 0 + ROWS, ROWS)
+            if i.start:
+                above = ds(ROWS, ROWS)
                 ones = plgpu.layout_cast(jnp.ones((ROWS, ROWS), tiles.HALF), tiles.ACC)
                 write(CROSSING_ABOVE, _crossing(ones, staged, bounds, above, i))
         write(CROSSING, crossing)
@@ -173,7 +189,7 @@ def _body(*refs, s, heads, **scratch):
         dx = tiles.down(v[2].at[own], s.p) * u
         skip = tiles.across(scratch["d_s"].at[slot], ROWS)
         dx = dx + skip * tiles.load(dy_s.at[own])
-        rows = ds(at.rows(0).start + group * ROWS, ROWS)
+        rows = ds(here.rows(0).start + half * ROWS, ROWS)
         tiles.put(dx_g.at[rows, ds(head * s.p, s.p)], dx, staged)
         # By channel, not by token, so that the sum is one of a row.
         x, dy = (tiles.load(mosaic.transposed(t.at[own])) for t in (x_s, dy_s))
@@ -187,14 +203,21 @@ def _body(*refs, s, heads, **scratch):
     dscores, db = tiles.for_each(
         heads, start_copies, one, scratch["full"], scratch["free"], start
     )
+    meet()
+
+    @mosaic.pl.when(group == 0)
+    def _():
+        tiles.fetch(c_g.at[at.rows(0), at.maps], c_s, scratch["again"])
+
     rows = ds(at.block_rows(0).start + group * ROWS, ROWS)
     kept = []
     for i, part in zip(tiles.pieces(s.q, _READERS), dscores, strict=True):
         part = jnp.where(tiles.later(*bounds, own, i), part, 0.0)
         kept.append(part.astype(tiles.HALF))
-        g_s.at[own, i][...] = kept[-1]
+        g_s[0].at[own, i][...] = kept[-1]
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(g_s.at[own], dg_g.at[rows])
+    plgpu.copy_smem_to_gmem(g_s[0].at[own], dg_g.at[rows])
+    plgpu.barrier_wait(scratch["again"])
     kept = lax.concatenate(kept, 1)
     to_end = tiles.down(bounds[1].at[own], ROWS) == s.q - 1
     for n, acc in zip(columns, db, strict=True):
@@ -210,20 +233,23 @@ def _to_state(x_s, v, own):
     return tiles.scale_rows(to_end * dt, tiles.load(x_s)).astype(tiles.HALF)
 
 
-def _pairs(g_s, x_s, dy_s, v, own, i):
-    """For readers i, at (j, i): (dscores of one head, unmasked; R_ij; weights)."""
-    coarse, fine, dt, _ = v
-    scores = tiles.load(g_s.at[own, i])
-    decay = tiles.pair_decay(coarse, fine, own, i)
-    product = dot(x_s.at[own], mosaic.transposed(dy_s.at[i]))
-    dscores = product * (decay * tiles.down(dt.at[own], i.size))
-    # Where the scores are zero R is too, and an overflow of foreign tokens not NaN.
-    pair = jnp.where(scores != 0, dscores * scores, 0.0).astype(tiles.HALF)
-    return dscores, pair, (scores * decay).astype(tiles.HALF)
+def _scores(g_s, own, i):
+    """C_i·B_j at (j, i): the two parts that hold 16 of its bits."""
+    return sum(tiles.load(part.at[own, i]) for part in g_s)
+
+
+def _pairs(scores, dscores):
+    """R_ij = dL/d(l_i - l_j) at (j, i). Where the scores are zero it is too, and an
+    overflow of foreign tokens not NaN."""
+    return jnp.where(scores != 0, dscores * scores, 0.0).astype(tiles.HALF)
 
 
 def _crossing(chosen, pairs_s, bounds, tokens, i):
     """sum over readers i >= k and chosen j of R_ij, for tokens k: no two terms cancel,
     whatever the decay."""
-    sums = dot(chosen, pairs_s)
-    return jnp.sum(jnp.where(tiles.later(*bounds, tokens, i), sums, 0.0), axis=1)
+    total = 0.0
+    for part in tiles.pieces(i.size, _READERS):
+        sums = dot(chosen, pairs_s.at[:, part])
+        reads = tiles.later(*bounds, tokens, ds(i.start + part.start, part.size))
+        total = total + jnp.sum(jnp.where(reads, sums, 0.0), axis=1)
+    return total
