@@ -4,8 +4,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.ssd import tiles
 from pallas_kernels.ssd.decay_vectors import decay_vectors
-from pallas_kernels.ssd.hopper import gradients
 from pallas_kernels.ssd.hopper.gradient_of_c import gradient_of_c
+from pallas_kernels.ssd.hopper.gradients import chunk_gradients
+from pallas_kernels.ssd.hopper.head_gradients import (
+    ADDED,
+    CROSSING,
+    CROSSING_ABOVE,
+    DIRECT,
+    SKIP,
+    TERMS,
+)
 from pallas_kernels.ssd.hopper.outputs import chunk_outputs
 from pallas_kernels.ssd.hopper.state_pass import state_gradients, state_pass
 from pallas_kernels.ssd.launch import (
@@ -49,16 +57,14 @@ def backward(x, dt, A, B, C, D, run, initial_state, states, dy, dfinal, *, size)
         dy_t, C_t, vectors, through, rows(dfinal), states, s
     )
     before = jnp.tril(jnp.ones((ROWS, ROWS), tiles.HALF), -1)
-    dx, dB, dscores, terms = gradients.chunk_gradients(
+    dx, dB, dscores, terms = chunk_gradients(
         x_t, dy_t, B_t, C_t, vectors, dstates, D.ravel(), ends, order, before, s
     )
     dC, read = gradient_of_c(dy_t, B_t, C_t, vectors, states, dscores, s)
-    terms = terms.reshape(s.b, s.h, s.c, gradients.TERMS, s.q)
-    da = log_decay_gradient(
-        _crossing(terms), read, terms[:, :, :, gradients.ADDED], passed, s
-    )
-    ddt, dA = step_gradients(terms[:, :, :, gradients.DIRECT], da, vectors, A, s)
-    by_half = terms[:, :, :, gradients.SKIP].reshape(s.b, s.h, -1, s.p)
+    terms = terms.reshape(s.b, s.h, s.c, TERMS, s.q)
+    da = log_decay_gradient(_crossing(terms), read, terms[:, :, :, ADDED], passed, s)
+    ddt, dA = step_gradients(terms[:, :, :, DIRECT], da, vectors, A, s)
+    by_half = terms[:, :, :, SKIP].reshape(s.b, s.h, -1, s.p)
     dB, dC = sum_blocks(dB, B, s), sum_blocks(dC, C, s)
     dstart = dstart.reshape(initial_state.shape)
     return dx.reshape(x.shape), ddt, dA, dB, dC, by_half.sum(2), dstart
@@ -67,6 +73,6 @@ def backward(x, dt, A, B, C, D, run, initial_state, states, dy, dfinal, *, size)
 def _crossing(terms):
     """What crosses each token, from pairs within its half of the chunk and from those
     whose first token is in the half before."""
-    within = terms[:, :, :, gradients.CROSSING]
-    above = terms[:, :, :, gradients.CROSSING_ABOVE, :ROWS]
+    within = terms[:, :, :, CROSSING]
+    above = terms[:, :, :, CROSSING_ABOVE, :ROWS]
     return within.at[..., ROWS:].add(above)

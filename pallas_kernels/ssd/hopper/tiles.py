@@ -104,6 +104,13 @@ def for_each(
     return lax.fori_loop(0, count, one, carry)
 
 
+def meet(barrier: Any) -> None:
+    """Wait for all warpgroups of the block, and for what they read and wrote."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 def down(vector: Any, columns: int) -> jax.Array:
     """vector[i] at (i, j)."""
     return _spread(vector, (vector.shape[0], columns), 0)
