@@ -17,7 +17,6 @@ from pallas_kernels.ssd.decay_vectors import COARSE, COUNT
 from pallas_kernels.ssd.hopper import tiles
 from pallas_kernels.ssd.hopper.head_gradients import READERS, TERMS, Shared, one_head
 from pallas_kernels.ssd.layout import Block, Sizes, heads_per_block
-from pallas_kernels.ssd.tiles import split
 from pallas_kernels.wgmma import ROWS, dot, zeros
 
 ds = mosaic.pl.ds
@@ -51,9 +50,11 @@ def chunk_gradients(
     s, heads, groups = sizes, heads_per_block(sizes), sizes.q // ROWS
     scratch = {
         "b_s": tiles.tile(s.q, s.n),
-        # C before and after the heads, between them what C Bᵀ is more than g_s.
-        "union_s": plgpu.RefUnion(tiles.tile(s.q, s.n), tiles.narrow_tile(s.q, s.q)),
-        "g_s": tiles.narrow_tile(s.q, s.q),
+        # C before and after the heads, and what leaves; between them C Bᵀ.
+        "union_s": plgpu.RefUnion(
+            [tiles.tile(s.q, s.n), tiles.narrow_tile(s.q, s.q)],
+            tiles.wide_tile(s.q, s.q),
+        ),
         "before_s": tiles.narrow_tile(ROWS, ROWS),
         "x_s": tiles.narrow_tile(s.q, s.p, _SLOTS),
         "dy_s": tiles.narrow_tile(s.q, s.p, _SLOTS),
@@ -94,8 +95,9 @@ def _body(*refs, s, heads, **scratch):
     x_g, dy_g, b_g, c_g, v_g, h_g, d_g, end_g, order_g, before_g, *outputs = refs
     dx_g, db_g, dscores_g, terms_g = outputs
     at, group = Block.here(s, heads), lax.axis_index(tiles.THREAD)
-    b_s, (c_s, rest_s) = scratch["b_s"], scratch["union_s"]
-    shared = Shared(b_s, (scratch["g_s"], rest_s), **_kept(scratch))
+    known = at
+    b_s, ((c_s, dscores_s), scores_s) = scratch["b_s"], scratch["union_s"]
+    shared = Shared(b_s, scores_s, **_kept(scratch))
 
     @mosaic.pl.when(group == 0)
     def _():
@@ -107,6 +109,7 @@ def _body(*refs, s, heads, **scratch):
         tiles.fetch(end_g.at[at.rows(0)], scratch["bounds_s"].at[1], once)
 
     def start_copies(k, slot):
+        at = known.moved(shared.zero())
         head, bar = at.block * heads + k, scratch["full"].at[slot]
         channels = ds(head * s.p, s.p)
         tiles.fetch(x_g.at[at.rows(0), channels], scratch["x_s"].at[slot], bar)
@@ -116,37 +119,32 @@ def _body(*refs, s, heads, **scratch):
         vectors = v_g.at[at.vector(head, COARSE, 4, COUNT)]
         tiles.fetch(vectors, scratch["v_s"].at[slot], bar)
 
-    plgpu.barrier_wait(scratch["once"])
-    _keep_scores(shared, c_s, ds(group * ROWS, ROWS), scratch["meet"], s)
-    start = (
-        tuple(zeros((ROWS, READERS)) for _ in range(s.q // READERS)),
-        tuple(zeros((ROWS, n.size)) for n in tiles.pieces(s.n)),
-    )
-    dscores, db = tiles.for_each(
-        heads,
-        start_copies,
-        functools.partial(one_head, at, group, shared, dx_g, terms_g),
-        scratch["full"],
-        scratch["free"],
-        start,
-    )
-    tiles.meet(scratch["meet"])
+    def of_half(half):
+        def run():
+            plgpu.barrier_wait(scratch["once"])
+            _keep_scores(shared, c_s, half, scratch["meet"], s)
+            head = functools.partial(one_head, at, half, shared, dx_g, terms_g)
+            bars = scratch["full"], scratch["free"]
+            start = _zeros(half, s)
+            dscores, db = tiles.for_each(
+                heads, start_copies, head, *bars, start, leads=half == 0
+            )
+            tiles.meet(scratch["meet"])
+            if half == 0:
+                maps = c_g.at[at.rows(0), at.maps]
+                tiles.fetch(maps, c_s, scratch["again"])
+            zero = shared.zero()
+            own = ds(half * ROWS + zero, ROWS)
+            rows = ds(at.moved(zero).block_rows(0).start + own.start, ROWS)
+            dscores = _put_dscores(dscores_g.at[rows], dscores, dscores_s, shared, own)
+            plgpu.barrier_wait(scratch["again"])
+            _put_db(db_g, rows, db, dscores, c_s.at[ds(zero, s.q)], shared, own, s)
+            plgpu.wait_smem_to_gmem(0)
 
-    @mosaic.pl.when(group == 0)
-    def _():
-        tiles.fetch(c_g.at[at.rows(0), at.maps], c_s, scratch["again"])
+        return run
 
-    zero = shared.zero()
-    here, own = at.moved(zero), ds((group + zero) * ROWS, ROWS)
-    rows = ds(here.block_rows(0).start + own.start, ROWS)
-    dscores = _put_dscores(dscores_g.at[rows], dscores, shared, own, s)
-    plgpu.barrier_wait(scratch["again"])
-    to_end = tiles.down(shared.bounds[1].at[own], ROWS) == s.q - 1
-    every = ds(zero, s.q)
-    for n, acc in zip(tiles.pieces(s.n), db, strict=True):
-        # Where nothing goes to the state, its gradient may have overflowed.
-        db_g[rows, n] = dot(dscores, c_s.at[every, n], jnp.where(to_end, acc, 0.0))
-    plgpu.wait_smem_to_gmem(0)
+    # A program of its own for each: that of the second half is shorter.
+    lax.cond(group == 0, of_half(0), of_half(1))
 
 
 def _kept(scratch):
@@ -156,26 +154,45 @@ def _kept(scratch):
     return {name: scratch[name] for name in names} | {"bounds": bounds}
 
 
-def _keep_scores(shared, c_s, own, barrier, s):
-    """Put C_i·B_j at (j, i) where C was, once all have read it, and beside it."""
-    columns, scores = tiles.pieces(s.q, READERS), []
+def _zeros(half, s):
+    """(dscores with readers from this half on, dB) to begin with."""
+    readers = s.q - half * ROWS
+    dscores = tuple(zeros((ROWS, READERS)) for _ in range(readers // READERS))
+    return dscores, tuple(zeros((ROWS, n.size)) for n in tiles.pieces(s.n))
+
+
+def _keep_scores(shared, c_s, half, barrier, s):
+    """Put C_i·B_j at (j, i) where C was, once all have read it."""
+    own, columns = ds(half * ROWS, ROWS), tiles.pieces(s.q, READERS)
+    columns, scores = columns[half * ROWS // READERS :], []
     for i in columns:
         product = dot(shared.b_s.at[own], mosaic.transposed(c_s.at[i]))
         seen = tiles.later(*shared.bounds, own, i)
         scores.append(jnp.where(seen, product, 0.0))
     tiles.meet(barrier)
     for i, part in zip(columns, scores, strict=True):
-        for ref, value in zip(shared.g_s, split(part, 2), strict=True):
-            ref.at[own, i][...] = value
+        shared.scores_s.at[own, i][...] = part
 
 
-def _put_dscores(destination, dscores, shared, own, s):
+def _put_dscores(destination, dscores, staged, shared, own):
     """Begin to write the gradients of the scores out; as a left operand."""
-    out, staged = [], shared.g_s[0]
-    for i, part in zip(tiles.pieces(s.q, READERS), dscores, strict=True):
-        part = jnp.where(tiles.later(*shared.bounds, own, i), part, 0.0)
+    columns, out = tiles.pieces(staged.shape[1], READERS), []
+    empty = len(columns) - len(dscores)
+    for n, i in enumerate(columns):
+        part = zeros((ROWS, READERS))
+        if n >= empty:
+            seen = tiles.later(*shared.bounds, own, i)
+            part = jnp.where(seen, dscores[n - empty], 0.0)
         out.append(part.astype(tiles.HALF))
         staged.at[own, i][...] = out[-1]
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged.at[own], destination)
     return lax.concatenate(out, 1)
+
+
+def _put_db(db_g, rows, db, dscores, c_s, shared, own, s):
+    """Write dB out, with what of it comes by way of the scores."""
+    to_end = tiles.down(shared.bounds[1].at[own], ROWS) == s.q - 1
+    for n, acc in zip(tiles.pieces(s.n), db, strict=True):
+        # Where nothing goes to the state, its gradient may have overflowed.
+        db_g[rows, n] = dot(dscores, c_s.at[:, n], jnp.where(to_end, acc, 0.0))

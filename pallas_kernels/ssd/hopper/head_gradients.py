@@ -23,12 +23,12 @@ TERMS = 5
 class Shared(NamedTuple):
     """Shared memory of a thread block. What comes for each head has slots.
 
-    b_s: B. g_s: C_i·B_j at (j, i), in two parts. bounds: (order, doc_end). The others
-    as in `gradients.chunk_gradients`.
+    b_s: B. scores_s: C_i·B_j at (j, i), float32, zero where i does not read j. bounds:
+    (order, doc_end). The others as in `gradients.chunk_gradients`.
     """
 
     b_s: Any
-    g_s: Any
+    scores_s: Any
     before_s: Any
     x_s: Any
     dy_s: Any
@@ -62,16 +62,19 @@ class Head(NamedTuple):
         return tiles.down(self.v[n].at[self.own], columns)
 
 
-def one_head(at, group, shared, dx_g, terms_g, k, slot, carry):
-    """Fold a head into (dscores, dB by way of the state); write what is its own."""
+def one_head(at, half, shared, dx_g, terms_g, k, slot, carry):
+    """Fold a head into (dscores, dB by way of the state); write what is its own.
+
+    half: of the chunk, a number: the program of one warpgroup. The tokens of the second
+    one have no readers in the first.
+    """
     dscores, db = carry
     s, zero = at.s, shared.zero()
-    here, half = at.moved(zero), group + zero
+    here, own = at.moved(zero), ds(half * ROWS + zero, ROWS)
     number = here.block * here.heads + k
     v = [shared.v_s.at[slot, ds(n * s.q, s.q)] for n in range(4)]
-    own = ds(half * ROWS, ROWS)
     head = Head(own, *(t.at[slot] for t in (shared.x_s, shared.dy_s, shared.h_s)), v)
-    staged = shared.staged_s.at[half]
+    staged = shared.staged_s.at[half + zero]
 
     def write(n, value):
         place = here.vector(number, n, 1, TERMS).start + own.start
@@ -87,7 +90,7 @@ def one_head(at, group, shared, dx_g, terms_g, k, slot, carry):
         dot(to_state, head.h.at[:, n], acc)
         for n, acc in zip(tiles.pieces(s.n), db, strict=True)
     )
-    u, dscores = _between(shared, head, staged, zero, u, dscores, write, s)
+    u, dscores = _between(shared, half, head, staged, u, dscores, write, s)
     write(DIRECT, jnp.sum(tiles.load(head.x.at[own]) * u, axis=1))
     skip = tiles.across(shared.d_s.at[slot], ROWS) * tiles.load(head.dy.at[own])
     rows = ds(here.rows(0).start + own.start, ROWS)
@@ -99,35 +102,38 @@ def one_head(at, group, shared, dx_g, terms_g, k, slot, carry):
     return dscores, db
 
 
-def _between(shared, head, staged, zero, u, dscores, write, s):
+def _between(shared, half, head, staged, u, dscores, write, s):
     """What passes between the chunk's tokens: (u, dscores) with it."""
-    before = shared.before_s.at[ds(zero, ROWS)]
-    out, crossing = [], 0.0
-    for i in tiles.pieces(s.q):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part in tiles.pieces(i.size, READERS):
-            readers = ds(i.start + part.start, part.size)
-            decay = tiles.pair_decay(*head.v[:2], head.own, readers)
-            weights = (_scores(shared, head.own, readers) * decay).astype(tiles.HALF)
-            u = dot(weights, head.dy.at[readers], u)
-            new = dot(head.x.at[head.own], mosaic.transposed(head.dy.at[readers]))
-            new = new * (decay * head.down(2, part.size))
-            out.append(dscores[len(out)] + new)
-            pairs = _pairs(_scores(shared, head.own, readers), new)
-            staged.at[:, part][...] = pairs
-        plgpu.commit_smem()
-        crossing = crossing + _crossing(before, staged, shared.bounds, head.own, i)
-        if i.start:
+    before = shared.before_s.at[ds(head.own.start - half * ROWS, ROWS)]
+    crossing, out, bounds = 0.0, [], shared.bounds
+    for n, i in list(enumerate(tiles.pieces(s.q)))[half:]:
+        u, new = _readers(shared, head, staged, i, u, dscores[len(out) :])
+        out += new
+        crossing = crossing + _crossing(before, staged, bounds, head.own, i, n == half)
+        if n > half:
             ones = plgpu.layout_cast(jnp.ones((ROWS, ROWS), tiles.HALF), tiles.ACC)
-            above = _crossing(ones, staged, shared.bounds, ds(ROWS, ROWS), i)
-            write(CROSSING_ABOVE, above)
+            write(CROSSING_ABOVE, _crossing(ones, staged, bounds, i, i, True))
     write(CROSSING, crossing)
     return u, tuple(out)
 
 
-def _scores(shared, own, readers):
-    """C_i·B_j at (j, i), where i reads j; else zero."""
-    return sum(tiles.load(part.at[own, readers]) for part in shared.g_s)
+def _readers(shared, head, staged, i, u, dscores):
+    """(u, dscores) with what passes to 64 readers; R of them in shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    out = []
+    for part in tiles.pieces(i.size, READERS):
+        readers = ds(i.start + part.start, part.size)
+        scores_s = shared.scores_s.at[head.own, readers]
+        decay = tiles.pair_decay(*head.v[:2], head.own, readers)
+        scores = plgpu.load(scores_s, layout=tiles.ACC, optimized=False)
+        u = dot((scores * decay).astype(tiles.HALF), head.dy.at[readers], u)
+        new = dot(head.x.at[head.own], mosaic.transposed(head.dy.at[readers]))
+        new = new * (decay * head.down(2, part.size))
+        out.append(dscores[len(out)] + new)
+        scores = plgpu.load(scores_s, layout=tiles.ACC, optimized=False)
+        staged.at[:, part][...] = _pairs(scores, new)
+    plgpu.commit_smem()
+    return u, out
 
 
 def _pairs(scores, dscores):
@@ -136,12 +142,13 @@ def _pairs(scores, dscores):
     return jnp.where(scores != 0, dscores * scores, 0.0).astype(tiles.HALF)
 
 
-def _crossing(chosen, pairs_s, bounds, tokens, i):
+def _crossing(chosen, pairs_s, bounds, tokens, i, diagonal):
     """sum over readers i >= k and chosen j of R_ij, for tokens k: no two terms cancel,
-    whatever the decay."""
+    whatever the decay. Without `diagonal` all the readers come after all the tokens."""
     total = 0.0
     for part in tiles.pieces(i.size, READERS):
         sums = dot(chosen, pairs_s.at[:, part])
-        reads = tiles.later(*bounds, tokens, ds(i.start + part.start, part.size))
-        total = total + jnp.sum(jnp.where(reads, sums, 0.0), axis=1)
+        readers = ds(i.start + part.start, part.size)
+        seen = (tiles.later if diagonal else tiles.same)(*bounds, tokens, readers)
+        total = total + jnp.sum(jnp.where(seen, sums, 0.0), axis=1)
     return total

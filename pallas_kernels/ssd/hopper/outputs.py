@@ -41,8 +41,9 @@ def chunk_outputs(x, B, C, vectors, states, D, doc_start, order, sizes: Sizes):
         "h_s": tiles.tile(s.p, s.n, slots),
         "y_s": tiles.tile(ROWS, s.p, groups),
         "v_s": plgpu.SMEM((slots, 4 * s.q), jnp.float32),
-        "maps_bar": plgpu.Barrier(num_arrivals=2),
-        "full": plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+        "once": plgpu.Barrier(num_arrivals=2),
+        "d_s": plgpu.SMEM((slots, s.p), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=4, num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
     }
     body = functools.partial(_body, s=s, heads=heads)
@@ -63,44 +64,60 @@ def chunk_outputs(x, B, C, vectors, states, D, doc_start, order, sizes: Sizes):
 def _body(x_g, b_g, c_g, v_g, h_g, d_g, start_g, order_g, y_g, *, s, heads, **scratch):
     c_s, b_s, x_s, h_s, v_s = (scratch[k] for k in ("c_s", "b_s", "x_s", "h_s", "v_s"))
     at, group = Block.here(s, heads), lax.axis_index(tiles.THREAD)
-    own = ds(group * ROWS, ROWS)
-    y_s, rows = scratch["y_s"].at[group], ds(at.rows(0).start + group * ROWS, ROWS)
 
     @mosaic.pl.when(group == 0)
     def _():
-        tiles.fetch(c_g.at[at.rows(0), at.maps], c_s, scratch["maps_bar"])
-        tiles.fetch(b_g.at[at.rows(0), at.maps], b_s, scratch["maps_bar"])
-
-    plgpu.barrier_wait(scratch["maps_bar"])
-    reader, start = tiles.down(order_g.at[own], s.q), tiles.down(start_g.at[rows], s.q)
-    read = tiles.across(order_g, ROWS)
-    scores = dot(c_s.at[own], mosaic.transposed(b_s))
-    scores = jnp.where((read <= reader) & (read >= start), scores, 0.0)
+        tiles.fetch(c_g.at[at.rows(0), at.maps], c_s, scratch["once"])
+        tiles.fetch(b_g.at[at.rows(0), at.maps], b_s, scratch["once"])
 
     def start_copies(i, slot):
         head, bar = at.block * heads + i, scratch["full"].at[slot]
         tiles.fetch(x_g.at[at.rows(0), ds(head * s.p, s.p)], x_s.at[slot], bar)
         tiles.fetch(h_g.at[at.state(0, head)], h_s.at[slot], bar)
         tiles.fetch(v_g.at[at.vector(head, FROM_START, 4, COUNT)], v_s.at[slot], bar)
+        tiles.fetch(d_g.at[ds(head * s.p, s.p)], scratch["d_s"].at[slot], bar)
 
-    def one(i, slot, _):
-        channels = ds((at.block * heads + i) * s.p, s.p)
-        x, v = x_s.at[slot], [v_s.at[slot, ds(k * s.q, s.q)] for k in range(4)]
-        y = dot(c_s.at[own], mosaic.transposed(h_s.at[slot]))
-        y = tiles.scale_rows(tiles.down(v[0].at[own], s.p), y)
-        y = dot(_weights(scores, v, own, s), x, y)
-        y = y + tiles.load(x.at[own]) * tiles.across(d_g.at[channels], ROWS)
-        tiles.put(y_g.at[rows, channels], y, y_s)
+    def of_half(half):
+        own, y_s = ds(half * ROWS, ROWS), scratch["y_s"].at[half]
+        read, rows = ds(0, (half + 1) * ROWS), ds(at.rows(0).start + own.start, ROWS)
 
-    tiles.for_each(heads, start_copies, one, scratch["full"], scratch["free"])
-    plgpu.wait_smem_to_gmem(0)
+        def one(scores, i, slot, _):
+            channels = ds((at.block * heads + i) * s.p, s.p)
+            x, v = x_s.at[slot], [v_s.at[slot, ds(k * s.q, s.q)] for k in range(4)]
+            y = dot(c_s.at[own], mosaic.transposed(h_s.at[slot]))
+            y = tiles.scale_rows(tiles.down(v[0].at[own], s.p), y)
+            y = dot(_weights(scores, v, own, read), x.at[read], y)
+            skip = tiles.across(scratch["d_s"].at[slot], ROWS)
+            y = y + skip * tiles.load(x.at[own])
+            tiles.put(y_g.at[rows, channels], y, y_s)
+
+        def run():
+            plgpu.barrier_wait(scratch["once"])
+            scores = dot(c_s.at[own], mosaic.transposed(b_s.at[read]))
+            seen = _earlier(order_g, start_g.at[rows], own, read)
+            body = functools.partial(one, jnp.where(seen, scores, 0.0))
+            bars = scratch["full"], scratch["free"]
+            tiles.for_each(heads, start_copies, body, *bars, leads=half == 0)
+            plgpu.wait_smem_to_gmem(0)
+
+        return run
+
+    # A program of its own for each: that of the first half is shorter.
+    lax.cond(group == 0, of_half(0), of_half(1))
 
 
-def _weights(scores, v, own, s):
+def _earlier(order, start, own, read):
+    """(i, j): j <= i, and j not before i's document."""
+    reader = tiles.down(order.at[own], read.size)
+    token = tiles.across(order.at[read], own.size)
+    return (token <= reader) & (token >= tiles.down(start, read.size))
+
+
+def _weights(scores, v, own, read):
     """C_i·B_j exp(l_i - l_j) dt_j at (i, j), as a left operand."""
     _, coarse, fine, dt = v
-    between = (tiles.down(coarse.at[own], s.q) - tiles.across(coarse, ROWS)) + (
-        tiles.down(fine.at[own], s.q) - tiles.across(fine, ROWS)
-    )
-    weights = scores * jnp.exp(jnp.minimum(between, 0.0)) * tiles.across(dt, ROWS)
-    return weights.astype(tiles.HALF)
+    between = (
+        tiles.down(coarse.at[own], read.size) - tiles.across(coarse.at[read], ROWS)
+    ) + (tiles.down(fine.at[own], read.size) - tiles.across(fine.at[read], ROWS))
+    decay = jnp.exp(jnp.minimum(between, 0.0))
+    return (scores * decay * tiles.across(dt.at[read], ROWS)).astype(tiles.HALF)

@@ -40,6 +40,12 @@ def narrow_tile(rows: int, columns: int, slots: int | None = None) -> Any:
     return plgpu.SMEM(shape, HALF, transforms=transforms)
 
 
+def wide_tile(rows: int, columns: int) -> Any:
+    """A float32 tile, to be cut at 32 columns."""
+    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM((rows, columns), jnp.float32, transforms=transforms)
+
+
 def fetch(source: Any, destination: Any, barrier: Any) -> None:
     """Begin a copy into shared memory that the caller knows to be in bounds."""
     plgpu.copy_gmem_to_smem(
@@ -62,7 +68,14 @@ def put(destination: Any, value: jax.Array, staged: Any) -> None:
 
 
 def for_each(
-    count: int, start: Callable, body: Callable, full: Any, free: Any, carry: Any = None
+    count: int,
+    start: Callable,
+    body: Callable,
+    full: Any,
+    free: Any,
+    carry: Any = None,
+    *,
+    leads: Any = None,
 ) -> Any:
     """Fold `body(step, slot, carry)` over steps whose copies are begun ahead of it.
 
@@ -73,27 +86,29 @@ def for_each(
         full: barriers, one a slot, at which the copies arrive.
         free: barriers, one a slot, at which warpgroups arrive when they have read it.
         carry: the first.
+        leads: whether this is the first warpgroup, where that is known.
     """
-    first, slots = lax.axis_index(THREAD) == 0, full.shape[0]
+    first = lax.axis_index(THREAD) == 0 if leads is None else leads
+    slots = full.shape[0]
 
     @pl.when(first)
     def _():
         for step in range(min(slots - 1, count)):
             start(step, step)
 
+    def fetch_ahead(step, ahead):
+        place = lax.rem(ahead, slots)
+
+        @pl.when(step >= 1)
+        def _():
+            plgpu.barrier_wait(free.at[place])
+
+        start(ahead, place)
+
     def one(step, carry):
         slot, ahead = lax.rem(step, slots), step + slots - 1
-
-        @pl.when(first & (ahead < count))
-        def _():
-            place = lax.rem(ahead, slots)
-
-            @pl.when(step >= 1)
-            def _():
-                plgpu.barrier_wait(free.at[place])
-
-            start(ahead, place)
-
+        if leads is not False:
+            pl.when(first & (ahead < count))(lambda: fetch_ahead(step, ahead))
         plgpu.barrier_wait(full.at[slot])
         carry = body(step, slot, carry)
         # Reads by the warps come before the next copy, which takes another path.
@@ -145,9 +160,14 @@ def scale_rows(factor: jax.Array, values: jax.Array) -> jax.Array:
 def later(order: Any, end: Any, own: Any, readers: Any) -> jax.Array:
     """(j, i): i >= j, and i no later than end_j of j's document."""
     shape = own.size, readers.size
-    reader = across(order.at[readers], shape[0])
-    token = down(order.at[own], shape[1])
-    return (reader >= token) & (reader <= down(end.at[own], shape[1]))
+    reader, token = across(order.at[readers], shape[0]), down(order.at[own], shape[1])
+    return (reader >= token) & same(order, end, own, readers)
+
+
+def same(order: Any, end: Any, own: Any, readers: Any) -> jax.Array:
+    """(j, i): i no later than end_j of j's document."""
+    reader = across(order.at[readers], own.size)
+    return reader <= down(end.at[own], readers.size)
 
 
 def pair_decay(coarse: Any, fine: Any, own: Any, readers: Any) -> jax.Array:
