@@ -65,7 +65,8 @@ def _run(s, reverse, *operands):
         "x_s": tiles.tile(s.q, s.p, slots),
         "m_s": tiles.tile(s.q, columns, slots),
         "v_s": plgpu.SMEM((slots, 2 * s.q), jnp.float32),
-        "out_s": tiles.tile(s.p, columns),
+        # Small, so that two thread blocks of `state_pass` share a multiprocessor.
+        "out_s": tiles.tile(s.p, ROWS),
         "full": plgpu.Barrier(num_arrivals=4 if reverse else 3, num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
     }
@@ -122,7 +123,10 @@ def _body(*refs, s, columns, reverse, **scratch):
 
     def one(step, slot, state):
         chunk = chunk_of(step)
-        tiles.put(states_g.at[state_rows(chunk), column], state, scratch["out_s"])
+        for piece in tiles.pieces(columns):
+            place = ds(column.start + piece.start, piece.size)
+            part = state[:, piece.start : piece.start + piece.size]
+            tiles.put(states_g.at[state_rows(chunk), place], part, scratch["out_s"])
         at = (b * s.h + h) * s.c + chunk
         decay = through_g[at]
         # Not multiplied by zero: a foreign state may have overflowed.
