@@ -116,7 +116,15 @@ def for_each(
         plgpu.barrier_arrive(free.at[slot])
         return carry
 
-    return lax.fori_loop(0, count, one, carry)
+    carry = lax.fori_loop(0, count, one, carry)
+
+    @pl.when(first)
+    def _():
+        # Every completion of a barrier has to be seen before it goes.
+        for step in range(max(count - slots, 0), count):
+            plgpu.barrier_wait(free.at[step % slots])
+
+    return carry
 
 
 def meet(barrier: Any) -> None:
