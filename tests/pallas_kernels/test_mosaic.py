@@ -1,5 +1,9 @@
 """How a kernel is interpreted: races are found, unwritten output shows."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +110,24 @@ def test_a_race_of_what_wgmma_reads_is_found(missing):
 
     with pytest.raises(RuntimeError, match="race"):
         race()
+
+
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax.numpy as jnp
+from pallas_kernels import backend, out_prod
+with backend.products_by("wgmma"):
+    a, b = jnp.ones((264, 192), jnp.bfloat16), jnp.ones((72, 192), jnp.bfloat16)
+    y = out_prod(a, b, transpose_b=True, implementation="pallas")
+assert (y == 192).all()
+"""
+
+
+@pytest.mark.once
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_six_warpgroups_are_interpreted_on_one_core():
+    subprocess.run([sys.executable, "-c", ON_ONE_CORE], check=True, timeout=120)
 
 
 def test_nothing_to_interpret_is_an_error():
