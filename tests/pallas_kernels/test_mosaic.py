@@ -116,11 +116,15 @@ ON_ONE_CORE = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax.numpy as jnp
-from pallas_kernels import backend, out_prod
-with backend.products_by("wgmma"):
-    a, b = jnp.ones((264, 192), jnp.bfloat16), jnp.ones((72, 192), jnp.bfloat16)
-    y = out_prod(a, b, transpose_b=True, implementation="pallas")
-assert (y == 192).all()
+from pallas_kernels import mosaic
+from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+from pallas_kernels.tile_sizes import Tiles
+sizes = (264, 192), (72, 192), (264, 72), (72, 72)
+a, b, u, v = (jnp.ones(size, jnp.bfloat16) for size in sizes)
+options = {"transpose_a": False, "transpose_b": True, "tiles": Tiles(128, 64, 64, 3)}
+with mosaic.races_raise():
+    y = out_prod_wgmma(a, b, jnp.ones(1), (u, v), **options)
+assert (y == 264).all()
 """
 
 
