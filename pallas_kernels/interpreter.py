@@ -1,13 +1,15 @@
-"""What JAX's interpreter of Mosaic kernels leaves out of wgmma.
+"""What JAX's interpreter of Mosaic kernels lacks for several warpgroups and wgmma.
 
-It takes the left operand from shared memory only, and does not look for races of what
-wgmma reads. Both are added where a kernel is interpreted; nothing of this is compiled.
+It takes the left operand of wgmma from shared memory only, does not look for races of
+what wgmma reads, and may wait for ever where there are fewer cores than warpgroups. All
+three are mended where a kernel is interpreted; nothing of this is compiled.
 """
 
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 _from_shared_memory = gpu_callbacks.wgmma
@@ -68,3 +70,19 @@ def _check_read(call, key, access):
 
 
 gpu_callbacks.wgmma = _wgmma
+
+
+def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+    """As JAX's: what one warpgroup does. But what waits for another waits here.
+
+    By itself XLA hands parts of such a program to a pool of as many threads as there
+    are cores: once all of them wait at barriers, nobody is left to arrive there.
+    """
+    run = jax.jit(thread_map._run, static_argnums=(0,))
+    compiled = run.lower(jaxpr, consts, *args).compile(compiler_options=_IN_SEQUENCE)
+    compiled(consts, *args)
+
+
+_IN_SEQUENCE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+thread_map._run_jaxpr = _run_jaxpr

@@ -23,9 +23,6 @@ LITTLE_EFFORT = (
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Interpreted warpgroups wait for each other, each in a thread of XLA's pool, and what
-# started them waits in another: a pool of two is not enough. JAX's own name for it.
-os.environ.setdefault("NPROC", "4")
 if not IS_WORKER:  # workers inherit it
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="bitmamba-xla-")
 

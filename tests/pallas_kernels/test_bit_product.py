@@ -49,8 +49,8 @@ def test_the_reference_is_the_exact_product():
     "sizes",
     [
         (7, 96, 24),  # fewer rows than a tile; D a multiple of 32 only
-        (130, 128, 72),  # more than one tile each way, none whole
-        (300, 160, 200),  # on Hopper two pairs of blocks, the last one half full
+        # More than one tile each way, none whole; on Hopper two pairs of blocks.
+        (300, 160, 72),
     ],
 )
 def test_the_kernel_gives_the_references_bits(sizes):

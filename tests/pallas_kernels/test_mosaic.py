@@ -1,5 +1,9 @@
 """How a kernel is interpreted: races are found, unwritten output shows."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +110,28 @@ def test_a_race_of_what_wgmma_reads_is_found(missing):
 
     with pytest.raises(RuntimeError, match="race"):
         race()
+
+
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax.numpy as jnp
+from pallas_kernels import mosaic
+from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+from pallas_kernels.tile_sizes import Tiles
+sizes = (264, 192), (72, 192), (264, 72), (72, 72)
+a, b, u, v = (jnp.ones(size, jnp.bfloat16) for size in sizes)
+options = {"transpose_a": False, "transpose_b": True, "tiles": Tiles(128, 64, 64, 3)}
+with mosaic.races_raise():
+    y = out_prod_wgmma(a, b, jnp.ones(1), (u, v), **options)
+assert (y == 264).all()
+"""
+
+
+@pytest.mark.once
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_six_warpgroups_are_interpreted_on_one_core():
+    subprocess.run([sys.executable, "-c", ON_ONE_CORE], check=True, timeout=120)
 
 
 def test_nothing_to_interpret_is_an_error():
