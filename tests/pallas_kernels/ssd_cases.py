@@ -153,7 +153,7 @@ def rounded(t, dtype):
 _by_form = {form: compile_chunked() for form in backend.PRODUCTS}
 
 
-def by_kernels(inputs, cotangents, segment_ids, *, form="mma", chunked=None):
+def by_kernels(inputs, cotangents, segment_ids, chunked=None, *, form="mma"):
     """Outputs and gradients of the kernels in one form of products, interpreted."""
     with backend.products_by(form):
         function = chunked or _by_form[form]
