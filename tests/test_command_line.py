@@ -84,10 +84,12 @@ def test_a_message_does_nothing_to_the_terminal_and_ends(capsys):
     assert len(told) < 3000
 
 
-# Output as of generate.py: for ever, each piece flushed.
+# Output as of generate.py: for ever, each piece flushed. In a shell's background Ctrl-C
+# is ignored, by what the tests start too.
 ENDLESS = """
-import itertools
+import itertools, signal
 from bitmamba import command_line
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def main():
     for i in itertools.count():
         print(i, flush={flush})

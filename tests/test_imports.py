@@ -109,6 +109,7 @@ def test_kernels_import_jax_only():
 STANDARD = {
     "collections",
     "contextlib",
+    "contextvars",
     "dataclasses",
     "functools",
     "importlib",
