@@ -15,6 +15,8 @@ from bitmamba.train import exchange, merging
 from bitmamba.train.restore import base_params
 from configs import sft
 
+pytestmark = pytest.mark.newest
+
 
 def assert_same_bits(first, second):
     assert digests.tree_digests(first) == digests.tree_digests(second)
