@@ -131,6 +131,16 @@ def smem_written() -> None:
         _warpgroup_barrier()
 
 
+def meet() -> None:
+    """Wait for the whole warpgroup, whose writes to shared memory can then be read.
+
+    Where TMA has no part in it: `smem_written` orders that too, and on Hopper so waits
+    for every load that is under way.
+    """
+    if backend.platform() != "cpu":  # to the interpreter a warpgroup is one thread
+        _warpgroup_barrier()
+
+
 def smem_read() -> None:
     """Say that tiles of a pipeline have been read, before new ones replace them.
 
@@ -167,6 +177,7 @@ __all__ = [
     "WRITES_ONLY",
     "is_hopper",
     "kernel",
+    "meet",
     "mgpu",
     "pl",
     "plgpu",

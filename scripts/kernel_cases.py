@@ -19,6 +19,7 @@ import pallas_kernels
 from pallas_kernels.bitlinear import shapes as bit_shapes
 from pallas_kernels.causal_conv1d import shapes as conv_shapes
 from pallas_kernels.out_prod import shapes as product_shapes
+from pallas_kernels.ssd import shapes as ssd_shapes
 
 Arrays = dict[str, Any]
 
@@ -127,8 +128,9 @@ def scan(batch, length, heads, groups, *, documents_a_row=1, headdim=64, state=1
         )
         return tuple(made)
 
-    # pallas_kernels/ssd/README.md; the lower triangle of a chunk is all that counts.
-    tokens, q, pn = batch * length, chunk, headdim * state
+    # pallas_kernels/ssd/README.md. The lower triangle of a chunk is all that counts;
+    # with one state there are no chunks.
+    tokens, q, pn = batch * length, 0 if state == 1 else chunk, headdim * state
     one = Work(
         tokens * (heads * (2 * q * headdim + 4 * pn) + 2 * groups * q * state),
         tokens * (4 * heads * headdim + 4 * groups * state + 8 * heads),
@@ -142,8 +144,14 @@ def scan(batch, length, heads, groups, *, documents_a_row=1, headdim=64, state=1
         name += f", {documents_a_row} documents a row"
     trained = ("x", "dt", "A", "B", "C", "D", "initial_state")
     both = Work(one.flops + back.flops, one.bytes + back.bytes)
-    wide = ("dt", "A", "initial_state")
+    wide = ("dt", "A", "D", "initial_state")
     return Case("ssd", name, inputs, run, trained, one, both, wide)
+
+
+def scan_of(shape):
+    """The scan at a named size."""
+    sizes = (shape.batch, shape.length, shape.n_heads, shape.n_groups)
+    return scan(*sizes, headdim=shape.headdim, state=shape.d_state)
 
 
 def convolution(batch, length, channels, taps, *, documents_a_row=1):
@@ -247,6 +255,10 @@ def timed_cases(max_tokens: int) -> list[Callable[[], Case]]:
         for b, n, h, g, d in scans
         if b * n <= max_tokens
     ]
+    one_state = ssd_shapes.SHAPES["bitmamba2_1b"]
+    for b in (1, 8):
+        if b * one_state.length <= max_tokens:
+            made.append(partial(scan_of, one_state._replace(batch=b)))
     made += [partial(convolution, *conv_shapes.SHAPES["student_1b4"])]
     made[-1].keywords["documents_a_row"] = 4
     for name in ("student_1b4_in_proj", "student_1b4_out_proj", "square"):
@@ -263,6 +275,7 @@ def small_cases() -> list[Callable[[], Case]]:
     return [
         partial(scan, 2, 70, 4, 2, documents_a_row=5, state=32),
         partial(scan, 1, 129, 2, 1, state=128),
+        partial(scan, 2, 70, 2, 2, documents_a_row=5, headdim=72, state=1),
         partial(convolution, 2, 70, 128, 4, documents_a_row=5),
         partial(input_gradient, 70, 96, 48, 4),
         partial(input_gradient, 70, 96, 48, 4, codes="int8"),

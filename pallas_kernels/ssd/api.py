@@ -43,11 +43,11 @@ def ssd(
         D: (H,), (H, P) or None. Skip weight.
         segment_ids: (B, L) int32 or None. The state restarts wherever the id changes.
         chunk_size: tokens per chunk; L need not be a multiple. The kernels always take
-            64.
+            64; with N = 1 they have no chunks.
         initial_state: (B, H, P, N) float32, or None for zeros. It belongs to the
             document of the first token.
         implementation: "auto", "reference" or "pallas". "pallas" runs GPU kernels,
-            interpreted on a CPU; N = 1 by the same kernels, padded (README.md).
+            interpreted on a CPU; N = 1 by kernels of its own (narrow/).
 
     Returns:
         SSDOutput(y: (B, L, H, P) in x.dtype, final_state: (B, H, P, N) float32).

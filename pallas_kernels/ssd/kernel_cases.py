@@ -11,6 +11,7 @@ from pallas_kernels.ssd.forward import chunk_outputs
 from pallas_kernels.ssd.input_gradients import input_gradients
 from pallas_kernels.ssd.layout import Sizes, heads_per_block
 from pallas_kernels.ssd.map_gradient import map_gradient
+from pallas_kernels.ssd.narrow import cases as narrow_cases
 from pallas_kernels.ssd.pair_gradients import pair_gradients
 from pallas_kernels.ssd.state_pass import state_gradients, state_pass
 
@@ -26,6 +27,8 @@ def kernel_sizes(shape, dtype) -> Sizes:
 
 def of_shape(shape, dtype):
     """(name, function, arguments) of each kernel."""
+    if shape.d_state == 1:
+        return narrow_cases.of_shape(shape, dtype)
     s = kernel_sizes(shape, dtype)
 
     def array(*dims, dtype=tiles.HALF):

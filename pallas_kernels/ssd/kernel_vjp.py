@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.sharding import over_batch
 from pallas_kernels.ssd import launch
+from pallas_kernels.ssd.narrow import vjp as narrow
 from pallas_kernels.ssd.vjp import pad_to_chunks
 
 # Tokens a chunk. More do not fit the shared memory of sm_86 and sm_89.
@@ -26,8 +27,13 @@ def scan_by_kernels(x, dt, A, B, C, D, run, initial_state, *, save_states=True):
     """(y, final state); arguments as `vjp.ssd_chunked` takes them, of any length.
 
     `refusals.refusal` must have been asked. Channels that are no multiple of 64 and
-    states that are none of 16, as a single one, are padded with zeros.
+    states that are none of 16 are padded with zeros. A single state has kernels of its
+    own.
     """
+    if B.shape[-1] == 1:
+        return narrow.scan_by_kernels(
+            x, dt, A, B, C, D, run, initial_state, save_states=save_states
+        )
     (_, length, heads, width), n = x.shape, B.shape[-1]
     D = jnp.zeros(x.shape[2:], jnp.float32) if D is None else D.astype(jnp.float32)
     x, D = (_pad(t, -1, WIDTH) for t in (x, D))

@@ -22,6 +22,8 @@ class SSDShape(NamedTuple):
 SHAPES = {
     "mamba2_130m": SSDShape(1, 4096, 24, 64, 1, 128, 64),
     "student_1b4": SSDShape(1, 4096, 64, 64, 1, 128, 64),
+    # States padded to the 16 columns of the narrowest product.
+    "few_states": SSDShape(1, 4096, 64, 64, 1, 8, 64),
     "bitmamba2_255m": SSDShape(1, 4096, 16, 128, 16, 1, 64),
     "bitmamba2_1b": SSDShape(1, 4096, 32, 128, 32, 1, 64),
 }
@@ -36,7 +38,9 @@ def kernel_cases() -> list[KernelCase]:
 
     named = [
         ("student_1b4", SHAPES["student_1b4"], jnp.bfloat16),
+        ("few_states", SHAPES["few_states"], jnp.bfloat16),
         ("bitmamba2_1b", SHAPES["bitmamba2_1b"], jnp.bfloat16),
+        ("bitmamba2_1b_f32", SHAPES["bitmamba2_1b"], jnp.float32),
         ("mamba2_130m_f32", SHAPES["mamba2_130m"], jnp.float32),
     ]
     return [
