@@ -45,6 +45,11 @@ def capability() -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
+def multiprocessors() -> int:
+    """Of that device; a CPU interprets two, so that blocks have several tiles."""
+    return getattr(jax_backend.get_default_device(), "core_count", None) or 2
+
+
 def products() -> str:
     """Which of `PRODUCTS` kernels traced now use where they have both forms.
 

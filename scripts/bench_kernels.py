@@ -5,6 +5,7 @@
 
 First a gate: outputs and gradients of the kernel against the reference in float32 from
 the same bfloat16 inputs, each within 1 % of its largest value. What fails is not timed.
+On Hopper the portable form of a kernel (mma) is timed beside its own one (wgmma).
 Then medians, in milliseconds: forward, and forward with backward; the share of the
 floor (the longer of arithmetic at the device's rate and traffic at its bandwidth);
 and the ratio to the reference, above 1 where the kernel is faster.
@@ -47,48 +48,85 @@ def relative_errors(got, want) -> dict[str, float]:
     return {name: one(got[name], want[name]) for name in want}
 
 
-def gate(case, inputs) -> dict[str, float]:
-    """Errors of the kernel beside the reference in float32 from the same numbers."""
+@jax.jit
+def _errors(got, want):
+    """As `relative_errors`, on the device: some outputs are gigabytes."""
+
+    def one(g, w):
+        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
+        least = jnp.float32(1e-30)
+        error = jnp.abs(g - w).max() / jnp.maximum(jnp.abs(w).max(), least)
+        return jnp.where(jnp.isfinite(g).all(), error, jnp.inf)
+
+    return jax.tree.map(one, got, want)
+
+
+def truth(case, inputs) -> dict[str, jax.Array]:
+    """The reference in float32 from the same numbers."""
 
     def wide(t):
         return t.astype(jnp.float32) if jnp.issubdtype(t.dtype, jnp.floating) else t
 
-    run = jax.jit(kernel_cases.with_gradients(case, "pallas"))
-    got = run(inputs)
     with jax.default_matmul_precision("highest"):
-        truth = jax.jit(kernel_cases.with_gradients(case, "reference"))
-        want = truth(jax.tree.map(wide, inputs))
-    return relative_errors(got, want)
+        run = jax.jit(kernel_cases.with_gradients(case, "reference"))
+        return run(jax.tree.map(wide, inputs))
 
 
-def measure(case, *, peers: bool = True) -> dict:
-    """One row: the gate's errors, and the times if it passed."""
+def measure(case, *, peers: bool = True) -> list[dict]:
+    """A row for each form of the kernel: the gate's errors; the times if it passed."""
     inputs = kernel_cases.cast(case, jnp.bfloat16)
-    errors = gate(case, inputs)
-    worst = max(errors, key=errors.get)
-    row = {
-        "op": case.op,
-        "case": case.name,
-        "worst": worst,
-        "error": errors[worst],
-        "passed": errors[worst] <= GATE,
-        "times": {},
-    }
-    if not row["passed"]:
-        return row
+    want = truth(case, inputs)
+    gates = [_gate(case, form, inputs, want) for form in kernel_cases.forms(case)]
+    del want
+    rows = [row for row, _ in gates]
+    passed = [(row, run) for row, run in gates if row["passed"]]
+    if passed:
+        _time(case, inputs, passed)
+        if peers and case.op == "ssd":
+            found = {name: _peer(make, inputs) for name, make in PEERS.items()}
+            passed[0][0]["peers"] = found
+    return rows
+
+
+def _gate(case, form, inputs, want):
+    """(row, the compiled kernel); a form that fails does not hide the other."""
+    row = {"op": case.op, "case": case.name, "form": form, "times": {}}
+    made = kernel_cases.with_gradients(case, "pallas")
+    run = jax.jit(kernel_cases.by_form(made, form))
+    try:
+        found = {k: float(v) for k, v in _errors(run(inputs), want).items()}
+    except Exception as error:  # told in the table
+        return failed(row, error), None
+    worst = max(found, key=found.get)
+    row |= {"worst": worst, "error": found[worst], "passed": found[worst] <= GATE}
+    return row, run
+
+
+def failed(row, error) -> dict:
+    """The row of what raised."""
+    text = f"{type(error).__name__}: {str(error)[:300]}"
+    return row | {"worst": text, "error": float("inf"), "passed": False}
+
+
+def _time(case, inputs, passed):
+    """Medians into the rows: of each form, of the reference; the floor.
+
+    What the gate has compiled is the pass with gradients, or the only one there is.
+    """
     kind = jax.devices()[0].device_kind
-    passes = {"forward": (kernel_cases.forward, case.forward)}
+    gated = kernel_cases.with_gradients
+    passes = [("forward", kernel_cases.forward if case.both else gated, case.forward)]
     if case.both:
-        passes["both"] = (kernel_cases.with_gradients, case.both)
-    for name, (make, work) in passes.items():
-        times = {}
-        for implementation in ("pallas", "reference"):
-            run = jax.jit(make(case, implementation))
-            times[implementation], row["clock"] = median_ms(run, inputs)
-        row["times"][name] = times | {"floor": floor_ms(work, kind)}
-    if peers and case.op == "ssd":
-        row["peers"] = {name: _peer(make, inputs) for name, make in PEERS.items()}
-    return row
+        passes.append(("both", gated, case.both))
+    for name, make, work in passes:
+        theirs, _ = median_ms(jax.jit(make(case, "reference")), inputs)
+        for row, run in passed:
+            if make is not gated:
+                made = kernel_cases.by_form(make(case, "pallas"), row["form"])
+                run = jax.jit(made)
+            ours, row["clock"] = median_ms(run, inputs)
+            times = {"pallas": ours, "reference": theirs, "floor": floor_ms(work, kind)}
+            row["times"][name] = times
 
 
 def _peer(make, inputs) -> dict:
@@ -105,8 +143,8 @@ def _peer(make, inputs) -> dict:
 def lines(row) -> list[str]:
     """The row for a reader."""
     verdict = "gate passed" if row["passed"] else "GATE FAILED, not timed"
-    head = f"{row['op']} {row['case']}: {verdict}, {row['worst']} {row['error']:.1e}"
-    shown = [head]
+    head = f"{row['op']} {row['case']}, {row['form']}"
+    shown = [f"{head}: {verdict}, {row['worst']} {row['error']:.1e}"]
     for name, times in row["times"].items():
         ours, theirs, floor = (times[k] for k in ("pallas", "reference", "floor"))
         share = f"{floor / ours:5.0%} of the floor" if floor else "floor not known"
@@ -136,12 +174,12 @@ def run(ops=(), max_tokens=0, *, peers=True, until=None) -> list[dict]:
         if ops and case.op not in ops:
             continue
         try:
-            rows.append(measure(case, peers=peers))
+            found = measure(case, peers=peers)
         except Exception as error:  # the other cases are wanted all the same
-            text = f"{type(error).__name__}: {str(error)[:300]}"
-            row = {"op": case.op, "case": case.name, "worst": text, "times": {}}
-            rows.append(row | {"error": float("inf"), "passed": False})
-        print("\n".join(lines(rows[-1])), flush=True)
+            row = {"op": case.op, "case": case.name, "form": "none", "times": {}}
+            found = [failed(row, error)]
+        print("\n".join(line for row in found for line in lines(row)), flush=True)
+        rows += found
         jax.clear_caches()
     return rows
 

@@ -16,12 +16,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pallas_kernels
+from pallas_kernels import backend
 from pallas_kernels.bitlinear import shapes as bit_shapes
 from pallas_kernels.causal_conv1d import shapes as conv_shapes
 from pallas_kernels.out_prod import shapes as product_shapes
 from pallas_kernels.ssd import shapes as ssd_shapes
 
 Arrays = dict[str, Any]
+
+# Operators whose kernels have a form of their own for Hopper.
+TWO_FORMS = ("out_prod", "bitlinear")
 
 
 class Work(NamedTuple):
@@ -61,6 +65,23 @@ def cast(case: Case, dtype: Any, wide: Any = jnp.float32) -> Arrays:
         return jnp.asarray(value, wide if name in case.wide else dtype)
 
     return {name: leaf(name, value) for name, value in case.inputs.items()}
+
+
+def forms(case: Case) -> tuple[str, ...]:
+    """The forms of products that its kernels have on this device, its own first."""
+    if backend.products() == "wgmma" and case.op in TWO_FORMS:
+        return ("wgmma", "mma")
+    return ("mma",)
+
+
+def by_form(function: Callable, form: str) -> Callable:
+    """A new function, whose kernels are traced in that form."""
+
+    def traced(*arguments):
+        with backend.products_by(form):
+            return function(*arguments)
+
+    return traced
 
 
 def forward(case: Case, implementation: str) -> Callable[[Arrays], tuple]:
@@ -246,39 +267,48 @@ def code_product(tokens, d_in, d_out):
 
 
 def timed_cases(max_tokens: int) -> list[Callable[[], Case]]:
-    """Makers of the cases that are timed, of at most so many tokens each."""
-    scans = [(b, n, 64, 1, 1) for b, n in ((1, 2048), (8, 2048), (32, 2048))]
-    scans += [(4, 32768, 64, 1, 1), (8, 2048, 80, 1, 1), (8, 2048, 64, 8, 1)]
-    scans += [(8, 2048, 64, 1, 16)]
-    made = [
-        partial(scan, b, n, h, g, documents_a_row=d)
-        for b, n, h, g, d in scans
-        if b * n <= max_tokens
-    ]
-    one_state = ssd_shapes.SHAPES["bitmamba2_1b"]
-    for b in (1, 8):
-        if b * one_state.length <= max_tokens:
-            made.append(partial(scan_of, one_state._replace(batch=b)))
-    made += [partial(convolution, *conv_shapes.SHAPES["student_1b4"])]
-    made[-1].keywords["documents_a_row"] = 4
+    """Makers of the cases that are timed, of at most so many tokens each.
+
+    The quick ones first: where time is short, the last are left out.
+    """
+    made = []
     for name in ("student_1b4_in_proj", "student_1b4_out_proj", "square"):
         made.append(partial(input_gradient, *product_shapes.SHAPES[name]))
     layer = product_shapes.SHAPES["student_1b4_in_proj"]
     made += [partial(input_gradient, *layer, codes=c) for c in ("int8", "2bit")]
     for name in ("student_1b4_in_proj", "student_1b4_out_proj"):
         made.append(partial(code_product, *bit_shapes.SHAPES[name]))
-    return made
+    made += [partial(convolution, *conv_shapes.SHAPES["student_1b4"])]
+    made[-1].keywords["documents_a_row"] = 4
+    one_state = ssd_shapes.SHAPES["bitmamba2_1b"]
+    made += [
+        partial(scan_of, one_state._replace(batch=b))
+        for b in (1, 8)
+        if b * one_state.length <= max_tokens
+    ]
+    scans = [(8, 2048, 64, 1, 1), (8, 2048, 64, 1, 16), (1, 2048, 64, 1, 1)]
+    scans += [(8, 2048, 64, 8, 1), (8, 2048, 80, 1, 1)]
+    scans += [(32, 2048, 64, 1, 1), (4, 32768, 64, 1, 1)]
+    return made + [
+        partial(scan, b, n, h, g, documents_a_row=d)
+        for b, n, h, g, d in scans
+        if b * n <= max_tokens
+    ]
 
 
 def small_cases() -> list[Callable[[], Case]]:
-    """Makers of the cases that are compared with float64: odd lengths, documents."""
+    """Makers of the cases that are compared with float64: odd lengths, documents.
+
+    Products of more than 128 rows, of codes columns, are those of two blocks on Hopper.
+    """
     return [
         partial(scan, 2, 70, 4, 2, documents_a_row=5, state=32),
         partial(scan, 1, 129, 2, 1, state=128),
         partial(scan, 2, 70, 2, 2, documents_a_row=5, headdim=72, state=1),
         partial(convolution, 2, 70, 128, 4, documents_a_row=5),
         partial(input_gradient, 70, 96, 48, 4),
+        partial(input_gradient, 300, 200, 72, 4),
         partial(input_gradient, 70, 96, 48, 4, codes="int8"),
-        partial(input_gradient, 70, 128, 48, 4, codes="2bit"),
-        partial(code_product, 70, 96, 48),
+        partial(input_gradient, 70, 128, 200, 4, codes="2bit"),
+        partial(code_product, 300, 96, 48),
     ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compat
+from pallas_kernels import backend, compat
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 needs_kernels = pytest.mark.skipif(
@@ -22,7 +22,7 @@ def test_a_right_kernel_passes_and_a_wrong_one_does_not(script, dtype):
     gpu_check, cases = script("gpu_check"), script("kernel_cases")
     case = cases.convolution(1, 9, 128, 4, documents_a_row=2)
 
-    row = gpu_check.check(case, dtype)
+    row = gpu_check.check(case, dtype, "mma")
 
     assert row["passed"], row
     assert set(row["errors"]) == {"output 0", "output 1", "x", "weight", "bias"}
@@ -31,9 +31,50 @@ def test_a_right_kernel_passes_and_a_wrong_one_does_not(script, dtype):
         y, state = case.run(inputs, "reference")
         return y * (1.1 if implementation == "pallas" else 1.0), state
 
-    row = gpu_check.check(case._replace(run=wrong), dtype)
+    row = gpu_check.check(case._replace(run=wrong), dtype, "mma")
     assert not row["passed"]
     assert 0.05 < row["error"] < 0.2
+
+
+def test_on_hopper_both_forms_are_checked_and_timed(script, monkeypatch):
+    monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    cases, bench = script("kernel_cases"), script("bench_kernels")
+    traced = []
+
+    def run(inputs, implementation):
+        if implementation == "pallas":
+            traced.append(backend.products())
+        return (inputs["dy"] @ inputs["weight"].T,)
+
+    case = cases.input_gradient(8, 16, 8, 2)._replace(run=run)
+    rows = bench.measure(case)
+
+    assert [row["form"] for row in rows] == traced == ["wgmma", "mma"]
+    for row in rows:
+        assert row["passed"], row
+        assert set(row["times"]["forward"]) == {"pallas", "reference", "floor"}
+    assert cases.forms(cases.convolution(1, 9, 128, 4)) == ("mma",)
+    assert script("gpu_check").check(case, "bfloat16", "wgmma")["form"] == "wgmma"
+    assert traced[2:] == ["wgmma"]
+
+
+def test_a_form_that_fails_does_not_hide_the_other(script, monkeypatch):
+    monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    cases, bench = script("kernel_cases"), script("bench_kernels")
+
+    def run(inputs, implementation):
+        if implementation == "pallas" and backend.products() == "wgmma":
+            raise RuntimeError("no such instruction")
+        return (inputs["dy"] @ inputs["weight"].T,)
+
+    rows = bench.measure(cases.input_gradient(8, 16, 8, 2)._replace(run=run))
+
+    assert [(row["form"], row["passed"]) for row in rows] == [
+        ("wgmma", False),
+        ("mma", True),
+    ]
+    assert "no such instruction" in "".join(bench.lines(rows[0]))
+    assert rows[1]["times"]
 
 
 def test_what_is_not_finite_is_infinitely_wrong(script):
@@ -69,7 +110,7 @@ def test_every_timed_case_is_within_the_tokens_asked_for(script):
     few, many = (len(cases.timed_cases(n)) for n in (2**14, 2**17))
 
     assert 0 < few < many
-    case = cases.timed_cases(2048)[0]()
+    case = cases.timed_cases(2048)[-1]()
     assert case.forward.flops < case.both.flops
     assert cases.cast(case, jnp.bfloat16)["dt"].dtype == jnp.float32
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import alignment, backend
 from pallas_kernels.bitlinear.shapes import choose_tiles
 from pallas_kernels.sharding import over_batch
 
@@ -32,12 +33,19 @@ def run(x_codes, w_codes, scale, dtype) -> jax.Array:
 
 
 def _run_here(x_codes, w_codes, scale, *, dtype):
+    if backend.products() == "wgmma":
+        from pallas_kernels.bitlinear.kernels_hopper import bit_product_wgmma
+
+        return bit_product_wgmma(x_codes, w_codes, scale, dtype=dtype)
     from pallas_kernels.bitlinear.kernels import bit_product_kernel
 
     m = x_codes.shape[0]
     tiles = choose_tiles(m, *w_codes.shape[::-1])
-    if m < tiles.m:
-        x_codes = jnp.pad(x_codes, ((0, tiles.m - m), (0, 0)))
-        scale = jnp.pad(scale, (0, tiles.m - m))
+    rows = max(m, tiles.m)
+    if alignment.copies_by_tma():
+        rows = alignment.rounded(rows, alignment.ROWS)
+    if rows > m:
+        x_codes = jnp.pad(x_codes, ((0, rows - m), (0, 0)))
+        scale = jnp.pad(scale, (0, rows - m))
     y = bit_product_kernel(x_codes, w_codes, scale, dtype=dtype, tiles=tiles)
     return y[:m]

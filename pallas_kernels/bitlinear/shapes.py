@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cases import KernelCase
+from pallas_kernels import backend
+from pallas_kernels.cases import KernelCase, in_both_forms
 from pallas_kernels.tile_sizes import Tiles
 
 
@@ -36,16 +37,34 @@ def choose_tiles(m: int, k: int, n: int) -> Tiles:
 
 def kernel_cases() -> list[KernelCase]:
     """The kernel at a model's sizes, for scripts/gpu_compile_check.py."""
+    return in_both_forms(_kernel_cases)
+
+
+def _kernel_cases() -> list[KernelCase]:
+    from pallas_kernels.bitlinear import launch
     from pallas_kernels.bitlinear.kernels import bit_product_kernel
+    from pallas_kernels.bitlinear.kernels_hopper import bit_product_wgmma
 
     def case(name):
         tokens, d_in, d_out = SHAPES[name]
-        tiles = choose_tiles(tokens, d_in, d_out)
         codes = [
             jax.ShapeDtypeStruct((rows, d_in), jnp.int8) for rows in (tokens, d_out)
         ]
         scale = jax.ShapeDtypeStruct((tokens,), jnp.float32)
-        kernel = functools.partial(bit_product_kernel, dtype=jnp.bfloat16, tiles=tiles)
+        kernel = bit_product_wgmma
+        if backend.products() == "mma":
+            tiles = choose_tiles(tokens, d_in, d_out)
+            kernel = functools.partial(bit_product_kernel, tiles=tiles)
+        kernel = functools.partial(kernel, dtype=jnp.bfloat16)
         return KernelCase(name, kernel, (*codes, scale))
 
-    return [case("student_1b4_in_proj"), case("student_1b4_out_proj")]
+    odd = KernelCase(
+        "odd",
+        functools.partial(launch.run, dtype=jnp.bfloat16),
+        (
+            jax.ShapeDtypeStruct((70, 96), jnp.int8),
+            jax.ShapeDtypeStruct((72, 96), jnp.int8),
+            jax.ShapeDtypeStruct((70, 1), jnp.float32),
+        ),
+    )
+    return [case("student_1b4_in_proj"), case("student_1b4_out_proj"), odd]

@@ -42,7 +42,8 @@ def out_prod(
             lacks it.
 
     Numerics: float32 sums (float64 for float64 inputs), rounded once to a.dtype. Of a
-        sum that is no multiple of 32 the kernel rounds scale · a of the last columns.
+        sum that is no multiple of 32 the portable kernel rounds scale · a of the last
+        columns; Hopper's does not.
     Several devices: where a mesh with the axis "data" is set, the first axis of a, and
         of u, is spread over it; see `sharding`.
     Gradient: to a, b, scale and tail; saves them, no product. Those of its products

@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import alignment, backend
 from pallas_kernels.out_prod import reference
+from pallas_kernels.out_prod.planes import COLUMNS
 from pallas_kernels.out_prod.shapes import choose_tiles
 from pallas_kernels.sharding import BATCH_AXIS, over_batch, parts
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 # Copies to shared memory move 16 bytes at a time.
 _BYTES = 16
+# Largest tails that the form for Hopper holds in shared memory beside the ring.
+WGMMA_RANK, WGMMA_RANK_OF_CODES = 256, 128
 
 
 def refusal(a, b, *, transpose_a: bool, transpose_b: bool) -> str | None:
@@ -72,25 +76,58 @@ def _wide(tail):
 
 def _run_here(a, b, scale, tail, *, transpose_a, transpose_b):
     """The kernel on one device."""
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    scale = None if scale is None else scale.reshape(1).astype(jnp.float32)
+    if backend.products() == "wgmma" and _takes_wgmma(a, b, tail):
+        from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+
+        return out_prod_wgmma(a, b, scale, tail, **options)
+    return _run_by_mma(a, b, scale, tail, **options)
+
+
+def _takes_wgmma(a, b, tail) -> bool:
+    """Whether the form for Hopper holds the tail in shared memory, and whole tiles of
+    planes: otherwise the portable form runs there too."""
+    rank = 0 if tail is None else tail[0].shape[1]
+    if b.dtype == a.dtype:
+        return rank <= WGMMA_RANK
+    whole = b.dtype != jnp.uint8 or b.shape[1] % COLUMNS == 0
+    return whole and rank <= WGMMA_RANK_OF_CODES
+
+
+def _run_by_mma(a, b, scale, tail, *, transpose_a, transpose_b):
+    """The portable kernel, with what is left of K in the tail."""
     from pallas_kernels.out_prod.kernels import out_prod_kernel
 
-    m, k = a.shape[1 if transpose_a else 0], a.shape[0 if transpose_a else 1]
-    n = b.shape[0 if transpose_b else 1]
-    tiles = choose_tiles(m, k, n)
+    m, n = a.shape[1 if transpose_a else 0], b.shape[0 if transpose_b else 1]
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    if alignment.copies_by_tma():
+        a, b, tail = _for_tma(a, b, tail, **options)
+    padded_m, k = a.shape[:: -1 if transpose_a else 1]
+    tiles = choose_tiles(padded_m, k, b.shape[0 if transpose_b else 1])
     tail = _whole_tail(a, b, scale, tail, k % tiles.k, transpose_a, transpose_b)
-    if m < tiles.m:
-        a = _pad(a, 1 if transpose_a else 0, tiles.m - m)
-        tail = tail and (_pad(tail[0], 0, tiles.m - m), tail[1])
-    product = out_prod_kernel(
-        a,
-        b,
-        None if scale is None else scale.reshape(1).astype(jnp.float32),
-        tail,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        tiles=tiles,
-    )
-    return product[:m]
+    if padded_m < tiles.m:
+        a = _pad(a, 1 if transpose_a else 0, tiles.m - padded_m)
+        tail = tail and (_pad(tail[0], 0, tiles.m - padded_m), tail[1])
+    product = out_prod_kernel(a, b, scale, tail, **options, tiles=tiles)
+    return product[:m, :n]
+
+
+def _for_tma(a, b, tail, *, transpose_a, transpose_b):
+    """Operands that TMA takes; those that are none are padded with zeros."""
+    k, m = a.shape[:: 1 if transpose_a else -1]
+    n = b.shape[0 if transpose_b else 1]
+    k = alignment.rounded(k, 32)
+    m = alignment.rounded(m, 64 if transpose_a else alignment.ROWS)
+    n = alignment.rounded(n, alignment.ROWS if transpose_b else 64)
+    a = alignment.padded(a, *((k, m) if transpose_a else (m, k)))
+    if b.dtype != jnp.uint8:  # planes have whole pieces, and K is their own affair
+        b = alignment.padded(b, *((n, k) if transpose_b else (k, n)))
+    if tail is not None:
+        u, v = tail
+        rank = u.shape[1]
+        tail = alignment.padded(u, m, rank), alignment.padded(v, n, rank)
+    return a, b, tail
 
 
 def _whole_tail(a, b, scale, tail, left_over, transpose_a, transpose_b):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.out_prod.shapes import PLANES
 
 # A whole number of tiles, whatever their width.
-_COLUMNS = 64
+COLUMNS = 64
 
 
 def pack_planes(codes: jax.Array) -> jax.Array:
@@ -20,7 +20,7 @@ def pack_planes(codes: jax.Array) -> jax.Array:
     C is K / 4, rounded up to a multiple of 64; what is beyond K holds code 0.
     """
     n, k = codes.shape
-    columns = -(-k // (PLANES * _COLUMNS)) * _COLUMNS
+    columns = -(-k // (PLANES * COLUMNS)) * COLUMNS
     raised = codes.astype(jnp.int32) + 1
     widths = ((0, 0), (0, PLANES * columns - k))
     stretches = jnp.pad(raised, widths, constant_values=1).reshape(n, PLANES, columns)

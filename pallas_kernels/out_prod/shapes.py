@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cases import KernelCase
+from pallas_kernels import backend
+from pallas_kernels.cases import KernelCase, in_both_forms
 from pallas_kernels.tile_sizes import Tiles
 
 PLANES = 4
@@ -47,17 +48,27 @@ def choose_tiles(m: int, k: int, n: int) -> Tiles:
 
 def kernel_cases() -> list[KernelCase]:
     """Every kernel at a model's size, for scripts/gpu_compile_check.py."""
+    return in_both_forms(_kernel_cases)
+
+
+def _kernel_cases() -> list[KernelCase]:
+    from pallas_kernels.out_prod import launch
     from pallas_kernels.out_prod.kernels import out_prod_kernel
+    from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+
+    portable = backend.products() == "mma"
 
     def case(name, a, b, *, flags="", tiles=None, tail=0, scale=False):
         transpose_a, transpose_b = "a" in flags, "b" in flags
         m, n = a.shape[transpose_a], b.shape[not transpose_b]
         width = [array(m, tail), array(n, tail)] if tail else []
         scales = [array(1, dtype=jnp.float32)] if scale else []
-        tiles = tiles or choose_tiles(m, a.shape[not transpose_a], n)
+        if portable:
+            tiles = tiles or choose_tiles(m, a.shape[not transpose_a], n)
+        kernel = out_prod_kernel if portable else out_prod_wgmma
 
         def function(a, b, *rest):
-            return out_prod_kernel(
+            return kernel(
                 a,
                 b,
                 rest[0] if scale else None,
@@ -72,6 +83,15 @@ def kernel_cases() -> list[KernelCase]:
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def odd(name, a, b, *, rank=0, **flags):
+        m, n = a.shape[flags["transpose_a"]], b.shape[not flags["transpose_b"]]
+
+        def function(a, b, *tail):
+            return launch.run(a, b, jnp.float32(0.5), tail or None, **flags)
+
+        tail = (array(m, rank), array(n, rank)) if rank else ()
+        return KernelCase(name, function, (a, b, *tail))
+
     m, k, n, rank = SHAPES["student_1b4_in_proj"]
     dy, weight = array(m, k), array(n, k)
     codes, planes = array(n, k, dtype=jnp.int8), array(n, 2176, dtype=jnp.uint8)
@@ -80,9 +100,23 @@ def kernel_cases() -> list[KernelCase]:
         case("nt", dy, weight, flags="b"),
         case("tn", array(m, n), dy, flags="a"),
         case("tt", array(n, m), array(k, n), flags="ab"),
-        case("nt_plain", dy, weight, flags="b", tiles=PLAIN),
         case("nt_lora", dy, weight, flags="b", tail=rank),
         case("nt_int8_lora", dy, codes, flags="b", tail=rank, scale=True),
         case("nt_2bit_lora", dy, planes, flags="b", tail=rank, scale=True),
     ]
-    return cases
+    # Sizes that are multiples of next to nothing: `launch` finds a way.
+    native, turned = ({"transpose_a": False, "transpose_b": t} for t in (False, True))
+    cases += [
+        odd("odd_nn_lora", array(70, 104), array(104, 72), rank=4, **native),
+        odd(
+            "odd_tn", array(90, 72), array(90, 40), transpose_a=True, transpose_b=False
+        ),
+        odd("odd_nt_int8", array(70, 96), array(40, 96, dtype=jnp.int8), **turned),
+    ]
+    if portable:
+        return [*cases, case("nt_plain", dy, weight, flags="b", tiles=PLAIN)]
+    return [
+        *cases,
+        case("square", array(4096, 4096), array(4096, 4096)),
+        case("few_rows", array(128, k), weight, flags="b"),
+    ]

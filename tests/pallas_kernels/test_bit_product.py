@@ -1,11 +1,13 @@
 """The product of codes: exact, the same bits by kernel and reference."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import bit_product, compat
+from pallas_kernels import backend, bit_product, compat
 
 needs_kernels = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
@@ -41,12 +43,14 @@ def test_the_reference_is_the_exact_product():
     np.testing.assert_allclose(y, expected, rtol=1e-7)
 
 
+@pytest.mark.usefixtures("products")
 @needs_kernels
 @pytest.mark.parametrize(
     "sizes",
     [
         (7, 96, 24),  # fewer rows than a tile; D a multiple of 32 only
-        (130, 128, 72),  # more than one tile each way, none whole
+        # More than one tile each way, none whole; on Hopper two pairs of blocks.
+        (300, 160, 72),
     ],
 )
 def test_the_kernel_gives_the_references_bits(sizes):
@@ -59,6 +63,7 @@ def test_the_kernel_gives_the_references_bits(sizes):
     np.testing.assert_array_equal(got, product(*arguments))
 
 
+@pytest.mark.usefixtures("products")
 @needs_kernels
 def test_a_bad_row_spoils_itself_only():
     x, w, scales = operands(66, 32, 16)
@@ -68,6 +73,20 @@ def test_a_bad_row_spoils_itself_only():
 
     assert np.isnan(y[65]).all()
     assert np.isfinite(y[:65]).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("capability", "by_wgmma"), [((9, 0), True), ((8, 9), False), ((12, 0), False)]
+)
+def test_the_form_is_that_of_the_gpu(monkeypatch, capability, by_wgmma):
+    monkeypatch.setattr(backend, "capability", lambda: capability)
+
+    program = jax.make_jaxpr(functools.partial(product, implementation="pallas"))
+    text = str(program(*operands(66, 32, 16)))
+
+    assert ("wgmma_ref" in text) == by_wgmma
+    assert ("= mma " in text) != by_wgmma
 
 
 @needs_kernels

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import absent_gpu
+from pallas_kernels import absent_gpu, backend
+from pallas_kernels.cases import KernelCase, in_both_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_compile_check.py"
@@ -78,6 +79,11 @@ def test_the_readable_table_is_that_of_the_numbers(check):
     for found in table["targets"].values():
         assert {name.split("/")[0] for name in found} == set(check.known_ops())
         assert all(result["spilled_bytes"] == 0 for result in found.values())
+    for name, result in table["targets"]["h200"].items():
+        if name.startswith(("out_prod/", "bitlinear/")):
+            portable = name.endswith("_mma")
+            assert (result["mma"] > 0, result["wgmma"] > 0) == (portable, not portable)
+            assert result["shared_bytes"] <= 227 * 1024
 
 
 @pytest.mark.skipif(not absent_gpu.missing(), reason="the extra gpucheck is installed")
@@ -113,3 +119,15 @@ def test_one_compilation_serves_gpus_that_differ_in_speed_and_memory_alone(check
     others = {check.limits(t) for t in ("rtx3060", "rtx4090", "a100", "h200")}
     assert len(others) == 4
     assert all(len(fields) == 6 for fields in others)
+
+
+@pytest.mark.parametrize(
+    ("capability", "forms"),
+    [((8, 6), {"op": "mma"}), ((9, 0), {"op": "wgmma", "op_mma": "mma"})],
+)
+def test_on_hopper_the_portable_form_is_compiled_too(monkeypatch, capability, forms):
+    monkeypatch.setattr(backend, "capability", lambda: capability)
+
+    cases = in_both_forms(lambda: [KernelCase("op", backend.products, ())])
+
+    assert {case.name: case.function() for case in cases} == forms

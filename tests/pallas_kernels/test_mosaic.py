@@ -1,5 +1,9 @@
 """How a kernel is interpreted: races are found, unwritten output shows."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +56,82 @@ def test_a_race_is_found_also_when_a_sound_kernel_follows():
 
     with pytest.raises(RuntimeError, match="race"):
         racy_then_sound()
+
+
+def product_kernel(*, waits=True, fenced=True, in_registers=False):
+    """A (64, 64) product by wgmma of tiles that TMA, or the warpgroup, has written."""
+    from pallas_kernels import interpreter, mosaic  # noqa: F401
+    from pallas_kernels.mosaic import plgpu
+
+    def body(a, b, out, a_tile, b_tile, doubled, barrier):
+        plgpu.copy_gmem_to_smem(a, a_tile, barrier)
+        plgpu.copy_gmem_to_smem(b, b_tile, barrier)
+        if waits:
+            plgpu.barrier_wait(barrier)
+        doubled[...] = b_tile[...] * 2
+        if fenced:
+            plgpu.commit_smem()
+
+        def total(acc):
+            plgpu.wgmma(acc, a_tile[...] if in_registers else a_tile, doubled)
+            return acc[...]
+
+        out[...] = mosaic.pl.run_scoped(total, plgpu.ACC((64, 64), jnp.float32))
+
+    tile = mosaic.smem((64, 64), jnp.bfloat16)
+    return mosaic.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types=(tile, tile, tile, plgpu.Barrier(num_arrivals=2)),
+    )
+
+
+SQUARES = np.random.default_rng(0).integers(-8, 8, (2, 64, 64))
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_wgmma_multiplies_from_shared_memory_and_from_registers(in_registers):
+    from pallas_kernels import mosaic
+
+    a, b = jnp.asarray(SQUARES, jnp.bfloat16)
+    with mosaic.races_raise():
+        y = product_kernel(in_registers=in_registers)(a, b)
+
+    np.testing.assert_array_equal(y, 2 * SQUARES[0] @ SQUARES[1])
+
+
+@pytest.mark.parametrize("missing", ["waits", "fenced"])
+def test_a_race_of_what_wgmma_reads_is_found(missing):
+    from pallas_kernels import mosaic
+
+    def race():
+        with mosaic.races_raise():
+            product_kernel(**{missing: False})(*jnp.asarray(SQUARES, jnp.bfloat16))
+
+    with pytest.raises(RuntimeError, match="race"):
+        race()
+
+
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax.numpy as jnp
+from pallas_kernels import mosaic
+from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+from pallas_kernels.tile_sizes import Tiles
+sizes = (264, 192), (72, 192), (264, 72), (72, 72)
+a, b, u, v = (jnp.ones(size, jnp.bfloat16) for size in sizes)
+options = {"transpose_a": False, "transpose_b": True, "tiles": Tiles(128, 64, 64, 3)}
+with mosaic.races_raise():
+    y = out_prod_wgmma(a, b, jnp.ones(1), (u, v), **options)
+assert (y == 264).all()
+"""
+
+
+@pytest.mark.once
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_six_warpgroups_are_interpreted_on_one_core():
+    subprocess.run([sys.executable, "-c", ON_ONE_CORE], check=True, timeout=120)
 
 
 def test_nothing_to_interpret_is_an_error():

@@ -1,6 +1,7 @@
 """The kernel of out_prod, interpreted with its races raised, against float64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from out_prod_cases import (
     with_gradients,
 )
 
-from pallas_kernels import compat, out_prod
+from pallas_kernels import backend, compat, out_prod
 from pallas_kernels.out_prod.shapes import PLAIN
 from pallas_kernels.tile_sizes import Tiles
 
@@ -28,6 +29,7 @@ kernel_with_gradients = functools.partial(
 )
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     ("flags", "m", "k", "n", "rank"),
     [
@@ -47,6 +49,32 @@ def test_forward_and_every_gradient(flags, m, k, n, rank):
     assert_close(got, truth(case, flags), BFLOAT16)
 
 
+@pytest.mark.parametrize(
+    ("flags", "m", "k", "n", "codes"),
+    [("a", 72, 90, 40, None), ("b", 70, 48, 40, "int8")],
+)
+def test_what_tma_does_not_take_is_padded(monkeypatch, flags, m, k, n, codes):
+    """The portable form on a GPU that copies by TMA, sm_120 for one."""
+    monkeypatch.setattr(backend, "capability", lambda: (12, 0))
+    case = operands(m, k, n, flags=flags, rank=4, codes=codes)
+    a, b, scale, tail, _ = case
+    a, *tail = (jnp.asarray(t, jnp.bfloat16) for t in (a, *tail))
+    b = stored(b, codes) if codes else jnp.asarray(b, jnp.bfloat16)
+
+    y = out_prod(
+        a,
+        b,
+        transpose_a="a" in flags,
+        transpose_b="b" in flags,
+        scale=jnp.asarray(scale),
+        tail=tuple(tail),
+        implementation="pallas",
+    )
+
+    assert_close([np.float64(y)], truth(case, flags)[:1], BFLOAT16)
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("codes", ["int8", "2bit"])
 def test_codes_are_decoded_in_the_tile(codes):
     from pallas_kernels import mosaic
@@ -60,6 +88,7 @@ def test_codes_are_decoded_in_the_tile(codes):
     assert_close((y, da, dscale, dtail), (right[0], right[1], *right[3:]), BFLOAT16)
 
 
+@pytest.mark.usefixtures("products")
 def test_the_kernel_keeps_what_is_left_of_k_of_int8_codes():
     case = operands(64, 48, 16, flags="b", codes="int8")
 
@@ -82,6 +111,7 @@ def test_other_tiles_give_the_same_product(tiles):
     assert_close([np.float64(y)], truth(case, "b")[:1], BFLOAT16)
 
 
+@pytest.mark.usefixtures("products")
 def test_a_bad_row_spoils_its_own_results_only():
     a, b, _, _, _ = operands(80, 64, 72, flags="b")
     a[79], b[71] = np.nan, np.inf
@@ -97,14 +127,61 @@ def test_a_bad_row_spoils_its_own_results_only():
     assert np.isfinite(np.float64(y[:79, :71])).all()
 
 
+@pytest.mark.usefixtures("products")
 def test_float16_runs_too():
     case = operands(64, 32, 16, flags="b")
 
-    got = with_gradients(
-        case, flags="b", codes=None, dtype=jnp.float16, implementation="pallas"
-    )
+    a, b = (jnp.asarray(t, jnp.float16) for t in case[:2])
 
-    assert_close(got, truth(case, "b"), 5e-4)
+    y = out_prod(a, b, transpose_b=True, scale=case[2], implementation="pallas")
+
+    assert y.dtype == jnp.float16
+    assert_close([np.float64(y)], truth(case, "b")[:1], 5e-4)
+
+
+@pytest.mark.parametrize(("m", "n", "codes"), [(264, 72, None), (136, 136, "2bit")])
+def test_on_hopper_blocks_take_several_tiles_each(m, n, codes):
+    """The ring runs on; the last pair of blocks is half full, the tail fills all."""
+    from pallas_kernels import mosaic
+    from pallas_kernels.out_prod.kernels_hopper import out_prod_wgmma
+
+    case = operands(m, 192, n, flags="b", rank=136, codes=codes)
+    a, b, scale, (u, v), _ = case
+    a, u, v = (jnp.asarray(t, jnp.bfloat16) for t in (a, u, v))
+    b = stored(b, codes) if codes else jnp.asarray(b, jnp.bfloat16)
+    flags = {"transpose_a": False, "transpose_b": True}
+    tiles = Tiles(128, 64, 64, 3)
+    with mosaic.races_raise():
+        y = out_prod_wgmma(a, b, jnp.full((1,), scale), (u, v), **flags, tiles=tiles)
+
+    assert_close([np.float64(y)], truth(case, "b")[:1], BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rank", "codes", "form"),
+    [
+        ((9, 0), 4, None, "wgmma"),
+        ((9, 0), 4, "2bit", "wgmma"),
+        ((8, 6), 4, None, "mma"),
+        ((12, 0), 4, None, "mma"),
+        ((9, 0), 300, None, "mma"),  # a tail that shared memory does not hold
+    ],
+)
+def test_the_form_is_that_of_the_gpu(monkeypatch, capability, rank, codes, form):
+    monkeypatch.setattr(backend, "capability", lambda: capability)
+    a, b, scale, tail, _ = operands(128, 256, 64, flags="b", rank=rank, codes=codes)
+    a, *tail = (jnp.asarray(t, jnp.bfloat16) for t in (a, *tail))
+    b = stored(b, codes) if codes else jnp.asarray(b, jnp.bfloat16)
+
+    def product(a, tail):
+        options = {"transpose_b": True, "implementation": "pallas"}
+        return out_prod(a, b, scale=scale, tail=tuple(tail), **options)
+
+    program = str(jax.make_jaxpr(product)(a, tail))
+
+    assert set(re.findall(r"= (mma) |(wgmma)_ref", program)) == {
+        ("mma", "") if form == "mma" else ("", "wgmma")
+    }
 
 
 @pytest.mark.parametrize(
