@@ -18,8 +18,9 @@ def main():
     data = start.read_data(config)
 
     # JAX loads only here, when the user's mistakes have been told.
-    from bitmamba.train import distributed, loop
+    from bitmamba.train import device_memory, distributed, loop
 
+    device_memory.claim_gpu()
     distributed.start(config)
     return loop.run(config, data, dry=_DRY_RUN.value)
 

@@ -1,8 +1,8 @@
 """How every command starts and ends: flags, one-line mistakes, exit codes.
 
-Exit codes: 0 done, 1 failed (the last save, or a fault of ours), 2 the user's mistake,
-3 numbers went bad, 130 Ctrl-C where nothing is to be saved, 141 nobody reads the output
-any more, 143 told to stop (and saved).
+Exit codes: 0 done, 1 failed (the last save, no memory left on the device, or a fault of
+ours), 2 the user's mistake, 3 numbers went bad, 130 Ctrl-C where nothing is to be
+saved, 141 nobody reads the output any more, 143 told to stop (and saved).
 """
 
 import contextlib
@@ -36,11 +36,12 @@ def run(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
             print(sys.modules["__main__"].__doc__)
             print(flags.FLAGS.main_module_help())
             sys.exit(DONE)
-        with one_line_mistakes():
-            parse_flags(argv)
-            code = main()
-        if callable(code):
-            code = code()
+        with memory_in_one_line():
+            with one_line_mistakes():
+                parse_flags(argv)
+                code = main()
+            if callable(code):
+                code = code()
         sys.exit(code or DONE)
 
 
@@ -88,13 +89,39 @@ def one_line_mistakes() -> Iterator[None]:
     except (ValueError, NotImplementedError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _unread_outputs():
             raise
-        if flags.FLAGS.is_parsed() and logging.get_verbosity() >= logging.DEBUG:
+        if _wants_tracebacks():
             raise
         # Messages quote files, which may hold what acts on a terminal, and much of it.
         line = " ".join(str(error).split())[:_MAX_LINE]
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
         print("error: " + line, file=sys.stderr)
         sys.exit(MISTAKE)
+
+
+@contextlib.contextmanager
+def memory_in_one_line() -> Iterator[None]:
+    """A device that runs out of memory ends the command in a line and exit 1.
+
+    `--verbosity=1` shows the traceback instead.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # JAX's error, known by its code: JAX itself is not imported here.
+        said = str(error).strip()
+        if not said.startswith("RESOURCE_EXHAUSTED") or _wants_tracebacks():
+            raise
+        print(
+            f"error: the device is out of memory ({said.splitlines()[0][:200]}); "
+            "another program may hold a part of it; the start shows what a step needs, "
+            "bitmamba/train/MEMORY.md what makes it less",
+            file=sys.stderr,
+        )
+        sys.exit(FAILED)
+
+
+def _wants_tracebacks() -> bool:
+    return flags.FLAGS.is_parsed() and logging.get_verbosity() >= logging.DEBUG
 
 
 def parse_flags(argv: list[str]) -> None:

@@ -295,7 +295,7 @@ class Config:
     """Everything a run depends on; saved in the work directory and checkpoints.
 
     kernels: "auto", "reference" or "pallas".
-    memory_gb: budget that the memory plan is compared with; None is no budget.
+    memory_gb: budget (GiB) of a step; None is what the device has, where it says so.
     """
 
     name: str

@@ -52,15 +52,17 @@ def main() -> None:
     # Everything is shown first, also where the share of refused rows is too high.
     if _FILES.value:
         bundle, most = _read_files(), DataConfig().max_refused_share
+        lines = bundle.account.file_lines()  # no run is planned
     else:
         config = from_config_dict(_CONFIG.value)
         most = config.data.max_refused_share
         lenient = dataclasses.replace(config.data, max_refused_share=1.0)
         bundle = start.read_data(dataclasses.replace(config, data=lenient))
+        lines = bundle.account.lines()
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_PIPED)
-    for line in bundle.account.lines():
+    for line in lines:
         console.print(Text(visible(line)), soft_wrap=True)
     _show_examples(bundle, console)
     check_refused(bundle.account.files, most)

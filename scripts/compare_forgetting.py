@@ -55,8 +55,9 @@ def main() -> Callable[[], int]:
     )
 
     # JAX loads only here, when the user's mistakes have been told.
-    from bitmamba.train import forgetting
+    from bitmamba.train import device_memory, forgetting
 
+    device_memory.claim_gpu()
     return lambda: forgetting.run(ways, out, title=f"{config.name}: ways to retain")
 
 

@@ -69,8 +69,9 @@ def main() -> Callable[[], int]:
     data = start.read_data(config)
 
     # JAX loads only here, when the user's mistakes have been told.
-    from bitmamba.train import sweep
+    from bitmamba.train import device_memory, sweep
 
+    device_memory.claim_gpu()
     file, overrides = config_arguments(sys.argv[1:])
     out = Path(_OUT.value or Path(config.workdir) / "sweep")
     return sweep.run(

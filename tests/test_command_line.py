@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from bitmamba import command_line
@@ -84,10 +85,12 @@ def test_a_message_does_nothing_to_the_terminal_and_ends(capsys):
     assert len(told) < 3000
 
 
-# Output as of generate.py: for ever, each piece flushed.
+# Output as of generate.py: for ever, each piece flushed. In a shell's background Ctrl-C
+# is ignored, by what the tests start too.
 ENDLESS = """
-import itertools
+import itertools, signal
 from bitmamba import command_line
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def main():
     for i in itertools.count():
         print(i, flush={flush})
@@ -145,3 +148,28 @@ def test_a_broken_pipe_that_is_not_the_output_is_told(capsys):
 
     assert ended.value.code == command_line.MISTAKE
     assert "a worker is gone" in capsys.readouterr().err
+
+
+NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore"
+
+
+@pytest.mark.parametrize("at", ["once", "later"])
+def test_a_device_without_memory_is_one_line(capsys, at):
+    def fail():
+        raise jax.errors.JaxRuntimeError(NO_MEMORY)
+
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(fail if at == "once" else lambda: fail, ["some_command"])
+
+    told = capsys.readouterr().err
+    assert ended.value.code == command_line.FAILED
+    assert told.count("\n") == 1
+    assert "out of memory (RESOURCE_EXHAUSTED: Out of memory while trying" in told
+
+
+def test_other_faults_of_the_device_keep_their_traceback():
+    def fail():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something broke")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something broke"):
+        command_line.run(fail, ["some_command"])

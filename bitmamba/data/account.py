@@ -124,7 +124,7 @@ class DataAccount:
 
     def lines(self) -> list[str]:
         """The account as plain lines."""
-        made = [line for file in self.files for line in _file_lines(file)]
+        made = self.file_lines()
         for c in self.categories:
             seen = f", {c.copies:.2f} times an epoch" if c.copies != 1 else ""
             made.append(
@@ -143,6 +143,10 @@ class DataAccount:
             f"template: {self.template}"
         )
         return made
+
+    def file_lines(self) -> list[str]:
+        """What was read, without what a run would make of it."""
+        return [line for file in self.files for line in _file_lines(file)]
 
 
 def _file_lines(file: FileAccount) -> list[str]:

@@ -1,6 +1,6 @@
 """The memory plan: what a run will hold, before it holds it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bitmamba.report import units
@@ -79,11 +79,18 @@ def _peak_name(plan: MemoryPlan) -> str:
     return f"peak of the step, estimated from compiled steps of {depths} layers"
 
 
-def check_budget(plan: MemoryPlan, memory_gb: float | None) -> str | None:
-    """A sentence when the peak is above the budget (GB of 2**30 bytes), else None."""
-    if memory_gb is None or plan.peak is None or plan.peak <= memory_gb * 2**30:
+def check_budget(
+    plan: MemoryPlan, limit: int, setting: str, of: str, *, ways: Sequence[str]
+) -> str | None:
+    """A sentence when the peak is above the limit in bytes, else None.
+
+    Args:
+        setting: what the limit belongs to. of: more words on where it comes from.
+        ways: what would make the step smaller.
+    """
+    if plan.peak is None or plan.peak <= limit:
         return None
     return (
-        f"config.memory_gb: the step needs {units.size(plan.peak)}; expected at most "
-        f"{memory_gb:g} GiB; lower train.batch_size or data.window, set model.remat"
+        f"{setting}: the step needs {units.size(plan.peak)}; expected at most "
+        f"{units.size(limit)}{of}; try {', '.join(ways)}"
     )

@@ -150,7 +150,8 @@ def losses(
         max_windows: of examples and of text each.
 
     Returns:
-        {"base": {"eval/loss": …, "retention/loss": …}, "adapters": …, name: …}.
+        {"base": {"eval/loss": …, "retention/loss": …}, "adapters": …, name: …};
+        "eval/loss" only where examples are held out: no text stands in for them.
     """
     windows = dataclasses.replace(run.config.eval, max_windows=max_windows)
     data = read_data(dataclasses.replace(run.config, eval=windows))
@@ -162,7 +163,7 @@ def losses(
             steps[model] = jax.jit(
                 make_eval_step(make_eval_loss(model), n_categories=n)
             )
-        return held_out_losses(
+        found = held_out_losses(
             steps[model],
             {},
             Frozen(params, {}),
@@ -170,6 +171,9 @@ def losses(
             text=data.eval_replay,
             categories=data.categories,
         )
+        if not data.eval_sft:
+            found.pop("eval/loss", None)
+        return found
 
     plain = build_model(run.config.model, kernels=run.config.kernels)
     found = {"base": measure(plain, run.base), "adapters": measure(run.model, run.tree)}

@@ -20,7 +20,7 @@ from bitmamba.models.sites import adapter_sites
 from bitmamba.optim import GroupRow, chain_hints, group_table
 from bitmamba.paths import flatten, merge
 from bitmamba.report import plan, screen
-from bitmamba.train import base_logits, build, memory, restore
+from bitmamba.train import base_logits, build, device_memory, memory, restore
 from bitmamba.train.held_out import held_out_hints
 from bitmamba.train.layout import Layout
 from bitmamba.train.objective import Frozen
@@ -223,5 +223,7 @@ def _show_memory(
 ) -> None:
     whole = plan.with_step(build.memory_plan(config, parts), needed)
     screen.show_memory(console, whole, compile_seconds=seconds)
-    if problem := plan.check_budget(whole, config.memory_gb):
+    limit = device_memory.memory_limit(config.memory_gb)
+    ways = device_memory.ways_to_less(config)
+    if limit and (problem := plan.check_budget(whole, *limit, ways=ways)):
         raise ValueError(problem)

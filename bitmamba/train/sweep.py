@@ -20,6 +20,7 @@ from bitmamba.report import units
 from bitmamba.report.sweep import ArmResult
 from bitmamba.train import build, restore, sweep_groups, sweep_resume
 from bitmamba.train.arms import Arm
+from bitmamba.train.device_memory import memory_limit, ways_to_less
 from bitmamba.train.divergence import Limits
 from bitmamba.train.signals import StopSignal
 from bitmamba.train.sweep_loop import train_arms
@@ -190,7 +191,7 @@ def _show_memory(arms: Sequence[Arm], made: Sequence[tuple]) -> None:
     """What the sweep will hold: the base once, a state an arm, one step's temporaries.
 
     Raises:
-        ValueError: more than config.memory_gb.
+        ValueError: more than config.memory_gb, or than the device has.
     """
     peak, kept = 0, 0
     parts = made[0][1]
@@ -210,9 +211,10 @@ def _show_memory(arms: Sequence[Arm], made: Sequence[tuple]) -> None:
         peak, kept = max(peak, compiled.peak - states), kept + states
     whole = peak + kept
     console.print(f"peak of the sweep: {units.size(whole)}")
-    budget = arms[0].config.memory_gb
-    if budget is not None and whole > budget * 2**30:
+    limit = memory_limit(arms[0].config.memory_gb)
+    if limit is not None and whole > limit.size:
+        ways = ", ".join(["fewer arms", *ways_to_less(arms[0].config)])
         raise ValueError(
-            f"config.memory_gb: the sweep needs {units.size(whole)}; expected at most "
-            f"{budget:g} GiB; name fewer arms, or lower train.batch_size or data.window"
+            f"{limit.setting}: the sweep needs {units.size(whole)}; expected at most "
+            f"{units.size(limit.size)}{limit.of}; try {ways}"
         )

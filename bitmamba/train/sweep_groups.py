@@ -14,6 +14,7 @@ from bitmamba.report import units
 from bitmamba.report.plan import step_memory
 from bitmamba.train import build
 from bitmamba.train.arms import Arm
+from bitmamba.train.device_memory import memory_limit
 from bitmamba.train.objective import Frozen
 from bitmamba.train.state import TrainState, init_state
 from bitmamba.types import Batch, Params
@@ -147,8 +148,8 @@ def _better(config, parts: build.Parts, arms: Sequence[Arm], turn: Compiled):
     except NotImplementedError as error:
         return turn._replace(reason=f"arms together cannot run here: {error}")
     limit = memory_limit(config.memory_gb)
-    if limit is not None and both.peak > limit:
-        sizes = f"{units.size(both.peak)} of {units.size(limit)}"
+    if limit is not None and both.peak > limit.size:
+        sizes = f"{units.size(both.peak)} of {units.size(limit.size)}"
         return turn._replace(reason=f"arms together would need {sizes}")
     equal, quicker = compare(turn, both, parts, arms)
     verdict = f"together {quicker:.2f} x as fast, {'' if equal else 'not '}bit-equal"
@@ -196,14 +197,6 @@ def first_states(
         lambda p: init_state(jax.tree.map(jnp.copy, p), parts.optimizer.init(p))
     )
     return {i: init(trainable) for i in arms}
-
-
-def memory_limit(memory_gb: float | None) -> int | None:
-    """Bytes that a run may use: the asked budget, else the device's; None: unknown."""
-    if memory_gb is not None:
-        return int(memory_gb * 2**30)
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit")
 
 
 def _stack(trees: Sequence[Any]) -> Any:

@@ -8,6 +8,8 @@ from kl_reference import logits_case, reference, reference_row
 
 from bitmamba.losses import tmkl, tmkl_loss_and_gradient, tmkl_topk
 
+pytestmark = pytest.mark.newest
+
 DIRECTIONS = ("forward", "reverse")
 
 

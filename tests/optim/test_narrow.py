@@ -9,6 +9,8 @@ from bitmamba.config import OptimConfig
 from bitmamba.optim import make_optimizer
 from bitmamba.optim.narrow import add_rounded, kept_gradients, stochastic_round
 
+pytestmark = pytest.mark.newest
+
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 KEY = jax.random.key(3)
 

@@ -10,6 +10,8 @@ from bitmamba.config import AdafactorConfig, OptimConfig, Rule
 from bitmamba.optim import make_optimizer
 from bitmamba.optim.report import _count
 
+pytestmark = pytest.mark.newest
+
 RULES = (
     Rule(pattern=".*/D", name="state", lr_mult=50.0),
     Rule(pattern=".*/never", name="gone", optional=True),

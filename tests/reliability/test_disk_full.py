@@ -14,6 +14,8 @@ from bitmamba.train import loop
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
+pytestmark = pytest.mark.newest
+
 STEPS = 8
 SMALL = {
     "model.layers": "-",

@@ -49,14 +49,21 @@ def test_the_compiled_step_reports_its_temporaries():
     assert whole.peak >= 3 * one + one
 
 
-@pytest.mark.parametrize(("budget", "fits"), [(None, True), (1.0, False), (3.0, True)])
-def test_budget(budget, fits):
-    problem = plan.check_budget(make(step=0, peak=2 * 2**30), budget)
+@pytest.mark.parametrize(("limit", "fits"), [(2**30, False), (3 * 2**30, True)])
+def test_budget(limit, fits):
+    peaked = make(step=0, peak=2 * 2**30)
+    problem = plan.check_budget(peaked, limit, "config.x", " of it", ways=["a", "b"])
 
     assert (problem is None) == fits
     if problem:
-        assert "2.00 GiB" in problem
-        assert "config.memory_gb" in problem
+        assert problem == (
+            "config.x: the step needs 2.00 GiB; expected at most 1.00 GiB of it; "
+            "try a, b"
+        )
+
+
+def test_what_is_not_known_is_no_problem():
+    assert plan.check_budget(make(), 1, "config.x", "", ways=["a"]) is None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from bitmamba.train.state import init_state
 from bitmamba.types import Batch
 from configs import sft
 
+pytestmark = pytest.mark.newest
+
 V, L, M, B, STEPS = 13, 7, 2, 2, 3
 
 

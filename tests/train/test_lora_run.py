@@ -97,6 +97,7 @@ def test_a_checkpoint_holds_what_trained_alone_and_names_its_base(unbroken, base
     assert size < whole / 2
 
 
+@pytest.mark.newest
 def test_a_run_is_the_base_and_its_adapters_together(unbroken, base):
     tree, config = load_run(unbroken)
 
@@ -170,6 +171,7 @@ def test_adapters_alone_are_no_start_of_another_run(unbroken, tmp_path):
         run(config)
 
 
+@pytest.mark.newest
 def test_the_base_is_kept_beside_adapters_that_began_from_a_seed(tmp_path):
     changes = {"train.steps": 1, "checkpoint.init_from": None, "loss.tmkl": 0.0}
     changes |= {"model.layers": "-", "lora.train": ()}

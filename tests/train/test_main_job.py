@@ -189,6 +189,7 @@ def test_whatever_changed_is_named(unbroken, setting, value, named):
     assert "workdir" in str(refused.value)
 
 
+@pytest.mark.newest
 def test_head_only_starts_from_a_checkpoint_and_moves_only_the_head(base, unbroken):
     source, _ = unbroken
     workdir = base / "head"
@@ -213,6 +214,7 @@ def test_the_dry_run_shows_everything_and_writes_nothing(base):
     assert not workdir.exists()
 
 
+@pytest.mark.newest
 def test_numbers_that_stay_bad_end_the_run_with_code_3(base, capsys):
     # B063: an absurd step size makes NaN soon; the run must not go on to the end.
     workdir = base / "bad"

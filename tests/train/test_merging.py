@@ -15,6 +15,8 @@ from bitmamba.train import exchange, merging
 from bitmamba.train.restore import base_params
 from configs import sft
 
+pytestmark = pytest.mark.newest
+
 
 def assert_same_bits(first, second):
     assert digests.tree_digests(first) == digests.tree_digests(second)
@@ -57,6 +59,11 @@ def test_losses_tell_the_base_the_run_and_the_merge_apart(tmp_path, runs):
         base, adapters, merged = (found[name][kind] for name in found)
         assert merged == pytest.approx(adapters, rel=1e-5)
         assert abs(base - adapters) > 1e-3
+    data = dataclasses.replace(run.config.data, heldout_share=0.0)
+    bare = run._replace(config=dataclasses.replace(run.config, data=data))
+    text_alone = merging.losses(bare, {}, max_windows=2)["base"]
+    assert "eval/loss" not in text_alone
+    assert text_alone["retention/loss"] == found["base"]["retention/loss"]
     with pytest.raises(ValueError, match="expected ternary layers"):
         merging.as_ternary(run)
 

@@ -25,6 +25,8 @@ from bitmamba.train.objective import make_loss_fn, make_ready
 from bitmamba.train.step import gradients
 from bitmamba.types import Batch
 
+pytestmark = pytest.mark.newest
+
 V, L, M = 40, 9, 3
 
 

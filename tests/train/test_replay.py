@@ -13,6 +13,8 @@ from bitmamba.train.start import read_config, read_data
 from bitmamba.train.state import init_state
 from configs import sft
 
+pytestmark = pytest.mark.newest
+
 
 def settings(**changes):
     config = sft.get_config("tiny")

@@ -17,7 +17,7 @@ from bitmamba.train import bundle, loop
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("programs_compiled_once")]
 STEPS = 10
 
 

@@ -12,7 +12,7 @@ from bitmamba.train import build, restore, sweep, sweep_groups
 from bitmamba.train.arms import make_arms
 from bitmamba.train.divergence import Limits
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("programs_compiled_once")]
 
 
 class NoCheckpoints:

@@ -15,7 +15,7 @@ from bitmamba.io.load import load_trainable
 from bitmamba.train import restore
 from bitmamba.train.divergence import Limits
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("programs_compiled_once")]
 
 
 class Told(Data):
