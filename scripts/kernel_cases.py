@@ -25,7 +25,9 @@ from pallas_kernels.ssd import shapes as ssd_shapes
 Arrays = dict[str, Any]
 
 # Operators whose kernels have a form of their own for Hopper.
-TWO_FORMS = ("out_prod", "bitlinear")
+TWO_FORMS = ("out_prod", "bitlinear", "ssd")
+# The scan's takes bfloat16 alone, and more states than this.
+FEW_STATES = 16
 
 
 class Work(NamedTuple):
@@ -67,11 +69,12 @@ def cast(case: Case, dtype: Any, wide: Any = jnp.float32) -> Arrays:
     return {name: leaf(name, value) for name, value in case.inputs.items()}
 
 
-def forms(case: Case) -> tuple[str, ...]:
+def forms(case: Case, dtype: Any = jnp.bfloat16) -> tuple[str, ...]:
     """The forms of products that its kernels have on this device, its own first."""
-    if backend.products() == "wgmma" and case.op in TWO_FORMS:
-        return ("wgmma", "mma")
-    return ("mma",)
+    two = backend.products() == "wgmma" and case.op in TWO_FORMS
+    if case.op == "ssd" and two:
+        two = dtype == jnp.bfloat16 and case.inputs["B"].shape[-1] > FEW_STATES
+    return ("wgmma", "mma") if two else ("mma",)
 
 
 def by_form(function: Callable, form: str) -> Callable:

@@ -42,8 +42,8 @@ def ssd(
         B, C: (B, L, G, N) float. Input and output maps; H must be a multiple of G.
         D: (H,), (H, P) or None. Skip weight.
         segment_ids: (B, L) int32 or None. The state restarts wherever the id changes.
-        chunk_size: tokens per chunk; L need not be a multiple. The kernels always take
-            64; with N = 1 they have no chunks.
+        chunk_size: tokens per chunk; L need not be a multiple. The kernels take 64
+            or, on Hopper, 128; with N = 1 they have no chunks.
         initial_state: (B, H, P, N) float32, or None for zeros. It belongs to the
             document of the first token.
         implementation: "auto", "reference" or "pallas". "pallas" runs GPU kernels,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.ssd import kernel_vjp, tiles
 from pallas_kernels.ssd.decay_vectors import COUNT
 from pallas_kernels.ssd.forward import chunk_outputs
+from pallas_kernels.ssd.hopper import cases as hopper_cases
 from pallas_kernels.ssd.input_gradients import input_gradients
 from pallas_kernels.ssd.layout import Sizes, heads_per_block
 from pallas_kernels.ssd.map_gradient import map_gradient
@@ -16,11 +17,11 @@ from pallas_kernels.ssd.pair_gradients import pair_gradients
 from pallas_kernels.ssd.state_pass import state_gradients, state_pass
 
 
-def kernel_sizes(shape, dtype) -> Sizes:
-    """What the kernels make of an `SSDShape`."""
-    q, width = kernel_vjp.CHUNK, kernel_vjp.WIDTH
+def kernel_sizes(shape, dtype, form) -> Sizes:
+    """What the kernels of a form make of an `SSDShape`."""
+    q, width = kernel_vjp.FORMS[form].chunk, kernel_vjp.WIDTH
     heads = shape.n_heads * -(-shape.headdim // width)
-    n = shape.d_state + -shape.d_state % kernel_vjp.NARROWEST
+    n = shape.d_state + -shape.d_state % kernel_vjp.FORMS[form].narrowest
     chunks, parts = -(-shape.length // q), 1 if dtype == tiles.HALF else 2
     return Sizes(shape.batch, chunks, q, heads, width, shape.n_groups, n, parts)
 
@@ -29,7 +30,12 @@ def of_shape(shape, dtype):
     """(name, function, arguments) of each kernel."""
     if shape.d_state == 1:
         return narrow_cases.of_shape(shape, dtype)
-    s = kernel_sizes(shape, dtype)
+    x = jax.ShapeDtypeStruct((shape.n_heads, shape.headdim), dtype)
+    maps = jax.ShapeDtypeStruct((shape.n_groups, shape.d_state), dtype)
+    form = kernel_vjp.form_for(x, maps, maps)
+    s = kernel_sizes(shape, dtype, form)
+    if form == "wgmma":
+        return hopper_cases.of_sizes(s)
 
     def array(*dims, dtype=tiles.HALF):
         return jax.ShapeDtypeStruct(dims, dtype)

@@ -15,11 +15,11 @@ from pallas_kernels.ssd.state_pass import state_gradients, state_pass
 
 def forward(x, dt, A, B, C, D, run, initial_state, *, size):
     """(y, final state, states (parts, B, ...) entering the chunks) of whole chunks."""
-    s = _sizes(x, B, C, size)
+    s = make_sizes(x, B, C, size)
     vectors, through = decay_vectors(dt, A, run, size)
-    x_t, B_t, C_t = (_operand(t, s.parts) for t in (x, B, C))
-    states, final = state_pass(x_t, B_t, vectors, through, _rows(initial_state), s)
-    starts, _, order = _bounds(run, s)
+    x_t, B_t, C_t = (operand(t, s.parts) for t in (x, B, C))
+    states, final = state_pass(x_t, B_t, vectors, through, rows(initial_state), s)
+    starts, _, order = bounds(run, s)
     y = chunk_outputs(
         x_t, B_t, C_t, vectors, states, D.ravel(), starts, order, s, x.dtype
     )
@@ -33,15 +33,15 @@ def backward(x, dt, A, B, C, D, run, initial_state, states, dy, dfinal, *, size)
     Those of A and D by row of the batch, (B, ...). states: from `forward`, or None to
     compute them again.
     """
-    s = _sizes(x, B, C, size)
+    s = make_sizes(x, B, C, size)
     vectors, through = decay_vectors(dt, A, run, size)
-    x_t, dy_t, B_t, C_t = (_operand(t, s.parts) for t in (x, dy, B, C))
+    x_t, dy_t, B_t, C_t = (operand(t, s.parts) for t in (x, dy, B, C))
     if states is None:
-        states, _ = state_pass(x_t, B_t, vectors, through, _rows(initial_state), s)
-    states = _rows(states)
-    starts, ends, order = _bounds(run, s)
+        states, _ = state_pass(x_t, B_t, vectors, through, rows(initial_state), s)
+    states = rows(states)
+    starts, ends, order = bounds(run, s)
     dstates, dstart, passed = state_gradients(
-        dy_t, C_t, vectors, through, _rows(dfinal), states, s
+        dy_t, C_t, vectors, through, rows(dfinal), states, s
     )
     dscores, crossing = pair_gradients(x_t, dy_t, B_t, C_t, vectors, starts, order, s)
     dx, direct, dD = input_gradients(
@@ -49,14 +49,14 @@ def backward(x, dt, A, B, C, D, run, initial_state, states, dy, dfinal, *, size)
     )
     dC, read = map_gradient(dy_t, C_t, B_t, vectors, states, dscores, s, of="C")
     dB, added = map_gradient(x_t, B_t, C_t, vectors, dstates, dscores, s, of="B")
-    da = _log_decay_gradient(crossing, read, added, passed, s)
-    ddt, dA = _step_gradients(direct, da, vectors, A, s)
+    da = log_decay_gradient(crossing, read, added, passed, s)
+    ddt, dA = step_gradients(direct, da, vectors, A, s)
     dD = dD.reshape(s.b, s.c, *D.shape).sum(1)
-    dB, dC = _sum_blocks(dB, B, s), _sum_blocks(dC, C, s)
+    dB, dC = sum_blocks(dB, B, s), sum_blocks(dC, C, s)
     return dx.reshape(x.shape), ddt, dA, dB, dC, dD, dstart.reshape(initial_state.shape)
 
 
-def _log_decay_gradient(crossing, read, added, passed, s):
+def log_decay_gradient(crossing, read, added, passed, s):
     """dL/d(dt_k·A), (B, H, C, Q): everything that crosses token k, nothing cancels."""
     by_chunk = (s.b, s.h, s.c, s.q)
     read, added = read.reshape(by_chunk), added.reshape(by_chunk)
@@ -67,7 +67,7 @@ def _log_decay_gradient(crossing, read, added, passed, s):
     return crossing.reshape(by_chunk) + after + before + passed[..., None]
 
 
-def _step_gradients(direct, da, vectors, A, s):
+def step_gradients(direct, da, vectors, A, s):
     """(ddt (B, L, H), dA (B, H))."""
     by_chunk = (s.b, s.h, s.c, s.q)
     ddt = direct.reshape(by_chunk) + A[:, None, None] * da
@@ -76,36 +76,36 @@ def _step_gradients(direct, da, vectors, A, s):
     return ddt.reshape(s.b, s.h, -1).swapaxes(1, 2), dA
 
 
-def _sum_blocks(gradient, like, s):
+def sum_blocks(gradient, like, s):
     """(K·B·L, N) by block of heads -> (B, L, G, N)."""
     blocks = s.heads_per_group // heads_per_block(s)
     by_group = gradient.reshape(s.g, blocks, s.b, -1, s.n).sum(1)
     return jnp.moveaxis(by_group, 0, 2).astype(like.dtype)
 
 
-def _bounds(run, s):
+def bounds(run, s):
     """(document starts, document ends, order of the tokens) in the chunk."""
     if run is None:
         run = jnp.zeros((s.b, s.c * s.q), jnp.int32)
     return *document_bounds(run, s.q), jnp.arange(s.q, dtype=jnp.int32)
 
 
-def _parts(*operands):
+def count_parts(*operands):
     """bfloat16 parts that hold every operand: one, or two for float32."""
     return 1 if all(t.dtype == tiles.HALF for t in operands) else 2
 
 
-def _sizes(x, B, C, size) -> Sizes:
+def make_sizes(x, B, C, size) -> Sizes:
     batch, length, heads, width = x.shape
-    groups_n, parts = B.shape[2:], _parts(x, B, C)
+    groups_n, parts = B.shape[2:], count_parts(x, B, C)
     return Sizes(batch, length // size, size, heads, width, *groups_n, parts)
 
 
-def _rows(state):
+def rows(state):
     return state.reshape(-1, state.shape[-1])
 
 
-def _operand(t, parts):
+def operand(t, parts):
     """(B, L, ...) -> (parts·B·L, ...) bfloat16."""
     flat = t.reshape(t.shape[0] * t.shape[1], -1)
     if parts == 1:

@@ -60,6 +60,11 @@ class Block(NamedTuple):
         b, chunk, block = (lax.axis_index(name) for name in ("b", "chunk", "block"))
         return cls(sizes, heads, b, chunk, block)
 
+    def moved(self, by: Any) -> "Block":
+        """The same place if `by` is zero, which a compiler may not know."""
+        here = (self.b + by, self.chunk + by, self.block + by)
+        return Block(self.s, self.heads, *here)
+
     @property
     def maps(self) -> Any:
         """Columns of B and C."""

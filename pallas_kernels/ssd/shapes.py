@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.cases import KernelCase
+from pallas_kernels import backend
+from pallas_kernels.cases import KernelCase, in_both_forms
 
 
 class SSDShape(NamedTuple):
@@ -22,6 +23,7 @@ class SSDShape(NamedTuple):
 SHAPES = {
     "mamba2_130m": SSDShape(1, 4096, 24, 64, 1, 128, 64),
     "student_1b4": SSDShape(1, 4096, 64, 64, 1, 128, 64),
+    "eight_groups": SSDShape(1, 4096, 64, 64, 8, 64, 64),
     # States padded to the 16 columns of the narrowest product.
     "few_states": SSDShape(1, 4096, 64, 64, 1, 8, 64),
     "bitmamba2_255m": SSDShape(1, 4096, 16, 128, 16, 1, 64),
@@ -36,15 +38,19 @@ def kernel_cases() -> list[KernelCase]:
     """
     from pallas_kernels.ssd import kernel_cases
 
-    named = [
-        ("student_1b4", SHAPES["student_1b4"], jnp.bfloat16),
-        ("few_states", SHAPES["few_states"], jnp.bfloat16),
-        ("bitmamba2_1b", SHAPES["bitmamba2_1b"], jnp.bfloat16),
-        ("bitmamba2_1b_f32", SHAPES["bitmamba2_1b"], jnp.float32),
-        ("mamba2_130m_f32", SHAPES["mamba2_130m"], jnp.float32),
-    ]
-    return [
-        KernelCase(f"{name}/{kernel}", function, arguments)
-        for name, shape, dtype in named
-        for kernel, function, arguments in kernel_cases.of_shape(shape, dtype)
-    ]
+    def cases(name, dtype=jnp.bfloat16, suffix=""):
+        return [
+            KernelCase(f"{name}{suffix}/{kernel}", function, arguments)
+            for kernel, function, arguments in kernel_cases.of_shape(
+                SHAPES[name], dtype
+            )
+        ]
+
+    found = in_both_forms(lambda: cases("student_1b4"))
+    if backend.products() == "wgmma":
+        # The merged gradient kernel has no register to spare.
+        found += cases("mamba2_130m") + cases("eight_groups")
+    # No form but the portable one takes these.
+    found += cases("few_states") + cases("mamba2_130m", jnp.float32, "_f32")
+    found += cases("bitmamba2_1b") + cases("bitmamba2_1b", jnp.float32, "_f32")
+    return found

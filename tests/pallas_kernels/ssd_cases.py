@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ssd
+from pallas_kernels import backend, ssd
 from pallas_kernels.ssd.reference import token_scan
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "initial_state")
@@ -141,9 +141,20 @@ def make_rounded(shape, dtype, **options):
     """(inputs, cotangents), rounded to dtype as the function receives them."""
     inputs = cast(make_inputs(shape, **options), dtype)
     dy, dstate = make_cotangents(shape)
-    return inputs, (np.float64(jnp.asarray(dy, dtype)), dstate)
+    return inputs, (rounded(dy, dtype), dstate)
 
 
-def by_kernels(inputs, cotangents, segment_ids, chunked=chunked):
-    """Outputs and gradients of the kernels, interpreted."""
-    return chunked(inputs, cotangents, segment_ids, 64, "pallas")
+def rounded(t, dtype):
+    """Float64 numbers that dtype has."""
+    return np.float64(jnp.asarray(t, dtype))
+
+
+# The form is no part of the key of what is compiled.
+_by_form = {form: compile_chunked() for form in backend.PRODUCTS}
+
+
+def by_kernels(inputs, cotangents, segment_ids, chunked=None, *, form="mma"):
+    """Outputs and gradients of the kernels in one form of products, interpreted."""
+    with backend.products_by(form):
+        function = chunked or _by_form[form]
+        return function(inputs, cotangents, segment_ids, 64, "pallas")

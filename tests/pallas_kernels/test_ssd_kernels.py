@@ -9,29 +9,45 @@ import numpy as np
 import pytest
 import ssd_cases as cases
 
-from pallas_kernels import compat, ssd
+from pallas_kernels import backend, compat, ssd
 
 pytestmark = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
 )
 
 
+@pytest.fixture
+def several_heads(monkeypatch):
+    """A block goes through all heads of a group, as where there are many blocks."""
+    from pallas_kernels.ssd import layout
+
+    monkeypatch.setattr(layout, "_BLOCKS", 1)
+
+
+# Documents that end in every place about the halves of a chunk of 128 and its end.
+EDGES = (63, 1, 1, 62, 1, 1, 2)
+
+
 @pytest.mark.parametrize(
-    ("shape", "skip", "dtype", "lengths"),
+    ("form", "shape", "skip", "dtype", "lengths"),
     [
-        ((1, 70, 4, 64, 2, 16), "channel", jnp.bfloat16, (9, 40, 1, 20)),
-        ((1, 70, 4, 64, 2, 16), "head", jnp.float32, (9, 40, 1, 20)),
+        ("mma", (1, 70, 4, 64, 2, 16), "channel", jnp.bfloat16, (9, 40, 1, 20)),
+        ("mma", (1, 70, 4, 64, 2, 16), "head", jnp.float32, (9, 40, 1, 20)),
+        ("wgmma", (1, 131, 3, 64, 1, 32), "head", jnp.bfloat16, EDGES),
     ],
-    ids=["bf16", "f32"],
+    ids=["bf16", "f32", "hopper"],
 )
-def test_equal_the_recurrence_and_the_reference(shape, skip, dtype, lengths):
+def test_equal_the_recurrence_and_the_reference(
+    form, shape, skip, dtype, lengths, several_heads
+):
     from pallas_kernels import mosaic
 
     inputs, cotangents = cases.make_rounded(shape, dtype, skip=skip)
     ids = cases.segments(*lengths)
 
     with mosaic.races_raise():
-        got = cases.by_kernels(inputs, cotangents, ids, cases.compile_chunked())
+        new = cases.compile_chunked()
+        got = cases.by_kernels(inputs, cotangents, ids, form=form, chunked=new)
     want = cases.truth(inputs, cotangents, ids)
     reference = cases.chunked(inputs, cotangents, ids, 64)
 
@@ -44,16 +60,35 @@ def test_equal_the_recurrence_and_the_reference(shape, skip, dtype, lengths):
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 64, 2, 128, 2, 2), (1, 5, 2, 72, 1, 20)], ids=["P128N2", "P72N20"]
+    ("form", "shape"),
+    [
+        ("mma", (2, 64, 2, 128, 2, 1)),
+        ("mma", (1, 5, 2, 72, 1, 20)),
+        ("wgmma", (2, 5, 2, 72, 2, 128)),
+    ],
+    ids=["P128N1", "P72N20", "hopperP72N128"],
 )
-def test_other_sizes_without_documents(shape):
+def test_other_sizes_without_documents(form, shape, several_heads):
     inputs, cotangents = cases.make_rounded(shape, jnp.bfloat16, skip="none")
 
-    got = cases.by_kernels(inputs, cotangents, None)
+    got = cases.by_kernels(inputs, cotangents, None, form=form)
     want = cases.truth(inputs, cotangents)
 
     assert got.keys() == want.keys()
     cases.assert_close(got, want, cases.KERNEL_LIMITS[jnp.bfloat16])
+
+
+def test_hopper_kernels_take_what_they_have_a_form_for():
+    from pallas_kernels.ssd.kernel_vjp import form_for
+
+    def form(n, dtype):
+        x, maps = jnp.ones((1, 4, 2, 64), dtype), jnp.ones((1, 4, 1, n), dtype)
+        return form_for(x, maps, maps)
+
+    assert form(128, jnp.bfloat16) == "mma"
+    with backend.products_by("wgmma"):
+        assert form(128, jnp.bfloat16) == form(17, jnp.bfloat16) == "wgmma"
+        assert form(16, jnp.bfloat16) == form(128, jnp.float32) == "mma"
 
 
 @pytest.mark.parametrize(

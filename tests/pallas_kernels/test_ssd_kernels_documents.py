@@ -6,7 +6,7 @@ import pytest
 import ssd_cases as cases
 from test_ssd_documents import PER_TOKEN, _change
 
-from pallas_kernels import compat
+from pallas_kernels import backend, compat
 
 pytestmark = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
@@ -14,27 +14,37 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def chunked(users_level):
-    """The scan as users have it, for what must be equal to the bit."""
-    return cases.compile_chunked(users_level)
+def compiled(users_level):
+    """The scan as users have it, for what must be equal to the bit; by form."""
+    return {form: cases.compile_chunked(users_level) for form in backend.PRODUCTS}
 
 
 @pytest.mark.parametrize(
-    ("scale", "document"), [(1.0, 1), (1e12, 3), (1e30, 0), (1e30, 1)]
+    ("form", "scale", "document"),
+    [
+        ("mma", 1.0, 1),
+        ("mma", 1e12, 3),
+        ("mma", 1e30, 0),
+        ("mma", 1e30, 1),
+        ("wgmma", 1.0, 1),
+        ("wgmma", 1e30, 1),
+        ("wgmma", 1e30, 2),
+    ],
 )
-def test_a_changed_document_moves_no_bit_of_the_others(scale, document, chunked):
-    shape, dtype, ids = (
-        (1, 70, 2, 64, 1, 16),
-        jnp.bfloat16,
-        cases.segments(9, 40, 1, 20),
-    )
+def test_a_changed_document_moves_no_bit_of_the_others(form, scale, document, compiled):
+    shape = (1, 70, 2, 64, 1, 16) if form == "mma" else (1, 134, 1, 64, 1, 32)
+    # Hopper's: one document lies across the chunk's end, and another follows it there.
+    lengths = (9, 40, 1, 20) if form == "mma" else (9, 55, 68, 2)
+    dtype, ids = jnp.bfloat16, cases.segments(*lengths)
     chosen = ids == document
     inputs = cases.make_inputs(shape, dt=(1e-3, 2.0))
     dy, dstate = cases.make_cotangents(shape)
     changed, changed_dy = _change(inputs, dy, chosen, scale, 0)
 
     before, after = (
-        chunked(cases.cast(i, dtype), (d, dstate), ids, 64, "pallas")
+        cases.by_kernels(
+            cases.cast(i, dtype), (d, dstate), ids, form=form, chunked=compiled[form]
+        )
         for i, d in ((inputs, dy), (changed, changed_dy))
     )
 
