@@ -9,6 +9,8 @@ from rich.console import Console
 
 from bitmamba.io import checkpoint, inspection, store
 
+pytestmark = pytest.mark.newest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "inspect_checkpoint.py"
 FROZEN = {"body": {"w": jnp.ones((2, 2))}}

@@ -17,6 +17,8 @@ from bitmamba.models.sites import adapter_sites, state_offset_shapes
 from bitmamba.quant.ternary import freeze_ternary, ternarise
 from bitmamba.types import AdapterSpec
 
+pytestmark = pytest.mark.newest
+
 EVERY = ("in_proj.x", "in_proj.B", "in_proj.dt", "out_proj", "q_proj", "o_proj")
 EVERY = (*EVERY, "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 

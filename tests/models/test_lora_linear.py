@@ -12,6 +12,8 @@ from bitmamba.quant.ternary import TernaryWeight, freeze_ternary
 from bitmamba.types import AdapterSpec
 from pallas_kernels import backend, compat
 
+pytestmark = pytest.mark.newest
+
 needs_kernels = pytest.mark.skipif(
     not compat.HAS_MOSAIC_GPU, reason=f"needs {compat.MOSAIC_GPU_NEEDS}"
 )

@@ -4,6 +4,8 @@ import pytest
 
 from bitmamba.models.sample import Sampling, choose, generate, stream
 
+pytestmark = pytest.mark.newest
+
 LOGITS = np.log(np.array([0.5, 0.05, 0.3, 0.15], np.float32))
 STOP = 7
 
