@@ -94,6 +94,7 @@ def test_the_search_finds_a_weight_gradient_where_there_is_one(compiled):
     )
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("linear", ["dense", "bit"])
 def test_frozen_parameters_have_no_gradient_and_no_optimiser_state(linear, compiled):
     (full, full_step), (lora, lora_step) = (

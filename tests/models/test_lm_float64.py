@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.newest
+
 
 def _tokens(length):
     return np.random.default_rng(0).integers(0, 48, (1, 9)).astype(np.int32)[:, :length]

@@ -118,6 +118,7 @@ TERNARY = [
 ]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("name", "placement", "seed"), TERNARY)
 def test_ternary_values_and_all_gradients_equal_float64(
     name, placement, seed, tiny, float64, make_mixer, relative_error

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pallas_kernels import ssd
 from pallas_kernels.ssd.reference import token_scan
 
+pytestmark = pytest.mark.newest
+
 PER_TOKEN = ("y", "dx", "ddt", "dB", "dC")
 
 

@@ -62,11 +62,11 @@ def test_equal_the_recurrence_and_the_reference(
 @pytest.mark.parametrize(
     ("form", "shape"),
     [
-        ("mma", (2, 64, 2, 128, 2, 1)),
+        ("mma", (2, 64, 2, 128, 2, 2)),
         ("mma", (1, 5, 2, 72, 1, 20)),
-        ("wgmma", (2, 5, 2, 72, 2, 128)),
+        pytest.param("wgmma", (2, 5, 2, 72, 2, 128), marks=pytest.mark.once),
     ],
-    ids=["P128N1", "P72N20", "hopperP72N128"],
+    ids=["P128N2", "P72N20", "hopperP72N128"],
 )
 def test_other_sizes_without_documents(form, shape, several_heads):
     inputs, cotangents = cases.make_rounded(shape, jnp.bfloat16, skip="none")

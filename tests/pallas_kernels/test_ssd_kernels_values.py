@@ -72,7 +72,7 @@ def test_boundaries_anywhere(cuts, form):
     cases.assert_close(got, want, cases.KERNEL_LIMITS[dtype])
 
 
-@both_forms
+@pytest.mark.parametrize("form", ["mma", pytest.param("wgmma", marks=pytest.mark.once)])
 def test_recomputed_states_give_the_same_bits_every_time(form):
     from pallas_kernels.ssd.kernel_vjp import scan_by_kernels
 

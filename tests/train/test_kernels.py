@@ -75,7 +75,7 @@ def batch(seed):
 @pytest.mark.parametrize(
     ("layer", "linear", "form"),
     [
-        ("bitmamba2", "dense", "mma"),
+        pytest.param("bitmamba2", "dense", "mma", marks=pytest.mark.once),
         ("mamba2", "bit", "mma"),
         ("mamba2", "bit", "wgmma"),
     ],
