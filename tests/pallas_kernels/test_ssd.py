@@ -228,6 +228,9 @@ def test_any_values_equal_the_recurrence(case, largest_dt, seed):
         ({"x": np.ones((1, 0, 4, 3))}, "ssd: x: got shape"),
         ({"dt": jnp.ones((1, 4, 4), jnp.bfloat16)}, "ssd: dt: got dtype bfloat16"),
         ({"chunk_size": 0}, "ssd: chunk_size: got 0"),
+        ({"chunk_size": 64.5}, r"ssd: chunk_size: got 64\.5; expected a whole"),
+        ({"chunk_size": "64"}, "ssd: chunk_size: got '64'; expected a whole"),
+        ({"A": [1.0]}, "ssd: A: got a list; expected an array"),
         ({"implementation": "triton"}, "ssd: implementation: got 'triton'"),
     ],
 )
@@ -235,8 +238,7 @@ def test_mistakes_are_named(change, message):
     shape = (1, 4, 4, 3, 2, 8)
     inputs = cases.cast(cases.make_inputs(shape), np.float32)
     change = {
-        k: v if isinstance(v, int | str | jax.Array) else jnp.asarray(v)
-        for k, v in change.items()
+        k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in change.items()
     }
     with pytest.raises(ValueError, match=message):
         ssd(**{**inputs, "chunk_size": 4, **change})
