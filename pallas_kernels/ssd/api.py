@@ -1,10 +1,10 @@
 """The one entry to the scan: check shapes and dtypes, choose, call."""
 
-from numbers import Integral
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import backend, checks
 from pallas_kernels.documents import run_numbers
@@ -69,7 +69,7 @@ def ssd(
         scan; documents restart; the decay gradient is a sum of non-cancelling terms.
     """
     _check(x, dt, A, B, C, D, segment_ids, initial_state)
-    if not isinstance(chunk_size, Integral) or chunk_size < 1:
+    if not isinstance(chunk_size, int | np.integer) or chunk_size < 1:
         raise ValueError(
             f"ssd: chunk_size: got {chunk_size!r}; expected a whole number >= 1"
         )
