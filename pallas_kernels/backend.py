@@ -137,6 +137,8 @@ def _missing(op: str, has_kernel: bool, refusal: str | None) -> str | None:
     if platform() == "gpu" and (capability() or (0, 0)) < OLDEST_GPU:
         found = jax_backend.get_default_device().device_kind
         return f"the kernel needs an NVIDIA GPU of sm_80 or later; this is {found}"
+    if not refusal and jax.config.jax_enable_x64:
+        return "the kernel counts in 32 bits, and jax_enable_x64 is on; switch it off"
     return refusal
 
 

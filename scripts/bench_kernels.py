@@ -1,6 +1,6 @@
 """Times every kernel beside the reference under XLA and the peers that are installed.
 
-    python scripts/bench_kernels.py                      # on a GPU; needs jax alone
+    python scripts/bench_kernels.py                      # on a GPU; jax, absl-py
     python scripts/bench_kernels.py --ops=ssd --out=runs/kernels.json
 
 First a gate: outputs and gradients of the kernel against the reference in float32 from
@@ -26,14 +26,19 @@ from bench_kernels_peers import PEERS
 from kernel_timing import floor_ms, median_ms
 
 from bitmamba import command_line
+from pallas_kernels import compat
 
 GATE = 1e-2
 LARGE_MEMORY = 40 * 2**30
 
-flags.DEFINE_list("ops", [], "Only these operators; empty: all.")
-flags.DEFINE_integer("max_tokens", 0, "Cases of at most so many; 0: by the memory.")
-flags.DEFINE_string("out", "", "JSON file for the rows.")
 FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Of this command; gpu_check.py, which imports it, has others."""
+    flags.DEFINE_list("ops", [], "Only these operators; empty: all.")
+    flags.DEFINE_integer("max_tokens", 0, "Cases of at most so many; 0: by the memory.")
+    flags.DEFINE_string("out", "", "JSON file for the rows.")
 
 
 def relative_errors(got, want) -> dict[str, float]:
@@ -194,8 +199,30 @@ def described() -> dict[str, str]:
     return {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "platform": " ".join(jax.devices()[0].client.platform_version.split()),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def check_version(command: str) -> None:
+    """Raise NotImplementedError where this JAX has no kernels to run."""
+    if not compat.HAS_MOSAIC_GPU:
+        raise NotImplementedError(
+            f"{command}: got JAX {jax.__version__}; expected {compat.MOSAIC_GPU_NEEDS}"
+        )
+
+
+def keep(out: str, found: dict) -> None:
+    """Write a JSON file, with the folders it is in; no name, no file.
+
+    Called before anything is measured too: a name that cannot be written is told then.
+    """
+    if not out:
+        return
+    if not out.endswith(".json"):
+        raise ValueError(f"--out: got {out!r}; expected a name that ends in .json")
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> int:
@@ -211,13 +238,15 @@ def main() -> int:
             f"bench_kernels: got platform {jax.default_backend()}; expected gpu: "
             "elsewhere kernels are interpreted, and their times say nothing"
         )
+    check_version("bench_kernels")
     head = described()
+    keep(FLAGS.out, head | {"rows": []})
     print(", ".join(f"{k} {v}" for k, v in head.items()))
     rows = run(FLAGS.ops, FLAGS.max_tokens)
-    if FLAGS.out:
-        Path(FLAGS.out).write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    keep(FLAGS.out, head | {"rows": rows})
     return 0 if all(row["passed"] for row in rows) else 1
 
 
 if __name__ == "__main__":
+    define_flags()
     command_line.run(main)

@@ -17,7 +17,6 @@ name of your card.
 Exit codes: 0 all right, 1 something is not, 2 a mistake.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -43,6 +42,7 @@ LOSS_LIMIT = 1e-3
 # When no further case is begun; one of them may take a minute.
 SECONDS = 400
 
+flags.DEFINE_string("out", "", "JSON file for what is found; and a .md beside it.")
 flags.DEFINE_bool("interpret", False, "On a CPU, tiny sizes, no times.")
 FLAGS = flags.FLAGS
 
@@ -128,25 +128,34 @@ def main() -> int:
             f"gpu_check: got platform {jax.default_backend()}; expected {wanted}; "
             "install jax for CUDA, or pass --interpret on a CPU"
         )
+    bench_kernels.check_version("gpu_check")
     start = time.monotonic()
-    found = {"head": bench_kernels.described(), "checks": check_all()}
+    found = {"head": bench_kernels.described(), "checks": [], "bench": [], "steps": []}
+    keep(found)
+    found["checks"] = check_all()
+    keep(found)
     if FLAGS.interpret:
-        found["bench"] = []
         found["steps"] = step_all(gpu_check_step.SMALL, steps=2)
     else:
         found["steps"] = step_all(gpu_check_step.Sizes(), steps=gpu_check_step.STEPS)
+        keep(found)
         found["bench"] = bench_kernels.run(
             until=lambda: time.monotonic() - start > SECONDS
         )
+    keep(found)
     rows = found["checks"] + found["bench"] + found["steps"]
     failed = sum(not row["passed"] for row in rows)
     print(f"{len(rows) - failed} of {len(rows)} passed")
     if FLAGS.out:
-        path = Path(FLAGS.out)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        path.with_suffix(".md").write_text(readable(found))
-        print(f"wrote {path} and {path.with_suffix('.md')}")
+        print(f"wrote {FLAGS.out} and {Path(FLAGS.out).with_suffix('.md')}")
     return 1 if failed else 0
+
+
+def keep(found: dict) -> None:
+    """Write what there is so far: a kernel that hangs does not take the rest along."""
+    bench_kernels.keep(FLAGS.out, found)
+    if FLAGS.out:
+        Path(FLAGS.out).with_suffix(".md").write_text(readable(found))
 
 
 def readable(found: dict) -> str:

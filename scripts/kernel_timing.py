@@ -8,16 +8,19 @@ from typing import Any
 import jax
 
 # (name within JAX's device_kind, TFLOP/s of dense bfloat16 products summed in float32,
-# TOP/s of int8 products, GB/s of memory). Vendors' data sheets; for the H200 the rates
-# that were measured as sustained: 790 TFLOP/s and 4,300 GB/s.
+# TOP/s of int8 products, GB/s of memory). Vendors' data sheets; for bfloat16 on Hopper
+# and the H200's memory the rates that are said to be sustained.
 DEVICES = (
     ("H200", 790, 1979, 4300),
     ("H100", 790, 1979, 3350),
+    ("A100-SXM4-80GB", 312, 624, 2039),
     ("A100", 312, 624, 1555),
     ("RTX 4090", 165, 661, 1008),
     ("RTX 3080 Laptop", 38, 152, 448),
     ("RTX 3060", 25.5, 102, 360),
 )
+# Cards of other rates whose names begin alike.
+_OTHERS = (" Ti", " SUPER", " Laptop", " D", " PCIe", " NVL", " 80GB PCIe")
 REPEATS = 20
 LEAST_SECONDS = 0.2
 
@@ -29,7 +32,9 @@ def floor_ms(work: Any, device_kind: str) -> float | None:
         work: of `kernel_cases.Work`.
     """
     for name, bf16, int8, bandwidth in DEVICES:
-        if name in device_kind:
+        before, found, after = device_kind.partition(name)
+        # GH200, RTX 4090 Laptop GPU and the like are not the card that is meant.
+        if found and not before[-1:].isalnum() and not after.startswith(_OTHERS):
             rate = {"bf16": bf16, "int8": int8}[work.rate] * 1e12
             return 1e3 * max(work.flops / rate, work.bytes / (bandwidth * 1e9))
     return None

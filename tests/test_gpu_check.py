@@ -92,7 +92,81 @@ def test_the_floor_is_the_longer_of_arithmetic_and_memory(script):
     assert floor_ms(work(25.5e12, 0), card) == pytest.approx(1000)
     assert floor_ms(work(0, 360e9), card) == pytest.approx(1000)
     assert floor_ms(work(102e12, 1, "int8"), card) == pytest.approx(1000)
-    assert floor_ms(work(1, 1), "a card nobody has") is None
+    assert floor_ms(work(0, 448e9), "NVIDIA GeForce RTX 3080 Laptop GPU") == 1000
+    assert floor_ms(work(0, 4300e9), "NVIDIA H200") == pytest.approx(1000)
+    assert floor_ms(work(0, 3350e9), "NVIDIA H100 80GB HBM3") == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "a card nobody has",
+        "NVIDIA GeForce RTX 3060 Ti",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 PCIe",
+    ],
+)
+def test_a_card_of_unknown_rates_has_no_floor(script, card):
+    work = script("kernel_cases").Work
+
+    assert script("kernel_timing").floor_ms(work(1, 1), card) is None
+
+
+@needs_kernels
+def test_the_forms_that_are_checked_are_those_that_run(script, monkeypatch):
+    from pallas_kernels.ssd.kernel_vjp import form_for
+
+    monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    cases = script("kernel_cases")
+    for state in (8, 16, 17, 128):
+        case = cases.scan(1, 3, 1, 1, state=state)
+        for dtype in (jnp.bfloat16, jnp.float32):
+            inputs = cases.cast(case, dtype)
+            takes = form_for(*(inputs[name] for name in "xBC"))
+            assert cases.forms(case, dtype)[0] == takes, (state, dtype)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(script, tmp_path):
+    keep = script("bench_kernels").keep
+
+    keep(str(tmp_path / "new" / "found.json"), {"rows": []})
+    keep("", {})
+
+    assert (tmp_path / "new" / "found.json").read_text() == '{\n "rows": []\n}\n'
+    with pytest.raises(ValueError, match="expected a name that ends in"):
+        keep(str(tmp_path / "found.md"), {})
+
+
+def test_what_was_found_so_far_can_be_read(script):
+    head = {"device": "some GPU"}
+
+    text = script("gpu_check").readable(
+        {"head": head, "checks": [], "bench": [], "steps": []}
+    )
+
+    assert text.startswith("- device: some GPU")
+
+
+@pytest.mark.parametrize("name", ["gpu_check", "bench_kernels"])
+def test_a_jax_without_kernels_is_told_in_a_sentence(script, monkeypatch, name):
+    monkeypatch.setattr(compat, "HAS_MOSAIC_GPU", False)
+
+    with pytest.raises(NotImplementedError, match=rf"{name}: got JAX .*; expected JAX"):
+        script("bench_kernels").check_version(name)
+
+
+def test_the_help_of_gpu_check_names_its_flags_and_no_others():
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "gpu_check.py"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0
+    assert {"--out", "--[no]interpret"} <= set(done.stdout.replace(":", " ").split())
+    assert "--ops:" not in done.stdout
 
 
 def test_documents_are_uneven_and_all_there(script):

@@ -60,6 +60,10 @@ def bit_product(
             )
     for name, t in (("x_scale", x_scale), ("w_scale", w_scale)):
         checks.check_wide_float(op, name, t)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: dtype: got {jnp.dtype(dtype)}; expected a floating dtype, of y"
+        )
     chosen = choose_bit_product(
         x_codes, w_codes, dtype=dtype, implementation=implementation
     )

@@ -15,11 +15,11 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 def refusal(x_codes: Any, w_codes: Any, dtype: Any) -> str | None:
     """Why the kernel cannot take these operands, in the caller's words, or None."""
-    if dtype not in DTYPES:
+    if jnp.dtype(dtype) not in DTYPES:
         return f"dtype: got {jnp.dtype(dtype)}; the kernel gives bfloat16 and float16"
     (n, k) = w_codes.shape
     if n % 8 or n < 16:
-        return f"F: got {n}; the kernel takes multiples of 8, 16 or more"
+        return f"F: got {n}; the kernel takes multiples of 8 from 16 on"
     if k % 32:
         return f"D: got {k}; the kernel takes multiples of 32"
     return None

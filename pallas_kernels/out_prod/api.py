@@ -103,8 +103,10 @@ def _check(op, a, b, transpose_a, transpose_b, scale, tail) -> None:
         checks.check_shape(op, "scale", scale, (), "one number")
         checks.check_wide_float(op, "scale", scale)
     if tail is not None:
-        rank = tail[0].shape[-1]
-        for name, t, rows in (("tail[0]", tail[0], m), ("tail[1]", tail[1], n)):
+        u, v = tail
+        checks.check_rank(op, "tail[0]", u, 2, "(M, R)")
+        rank = u.shape[1]
+        for name, t, rows in (("tail[0]", u, m), ("tail[1]", v, n)):
             checks.check_shape(op, name, t, (rows, rank), "(M, R) and (N, R)")
             if t.dtype != a.dtype:
                 raise ValueError(

@@ -32,7 +32,7 @@ def refusal(a, b, *, transpose_a: bool, transpose_b: bool) -> str | None:
             )
     k, n = a.shape[0 if transpose_a else 1], b.shape[0 if transpose_b else 1]
     if n % 8 or n < 16:
-        return f"N: got {n}; the kernel takes multiples of 8, 16 or more"
+        return f"N: got {n}; the kernel takes multiples of 8 from 16 on"
     if b.dtype == jnp.uint8 and k % 32:
         return f"K: got {k}; the kernel takes multiples of 32 of 2-bit codes"
     if k < (least := 16 if b.dtype == a.dtype else 32):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import backend, checks
 from pallas_kernels.documents import run_numbers
@@ -68,8 +69,10 @@ def ssd(
         scan; documents restart; the decay gradient is a sum of non-cancelling terms.
     """
     _check(x, dt, A, B, C, D, segment_ids, initial_state)
-    if chunk_size < 1:
-        raise ValueError(f"ssd: chunk_size: got {chunk_size}; expected >= 1")
+    if not isinstance(chunk_size, int | np.integer) or chunk_size < 1:
+        raise ValueError(
+            f"ssd: chunk_size: got {chunk_size!r}; expected a whole number >= 1"
+        )
     batch, _, heads, width = x.shape
     wide = reference.wide_dtype(x, dt)
     if initial_state is None:

@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import pytest
 
 from pallas_kernels import backend, compat
@@ -74,6 +75,14 @@ def test_pallas_names_what_is_missing(device, where, more, said):
         backend.resolve("pallas", op="some_op", **{"has_kernel": True} | more)
 
 
+def test_pallas_does_not_run_where_numbers_are_wide(device):
+    device("gpu", (8, 6))
+
+    refused = pytest.raises(NotImplementedError, match="jax_enable_x64 is on")
+    with jax.enable_x64(True), refused:
+        backend.resolve("pallas", op="some_op", has_kernel=True)
+
+
 def test_pallas_names_the_jax_it_needs(device):
     device("cpu", has_mosaic=False)
 
@@ -87,7 +96,14 @@ def test_an_unknown_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("capability", "found"), [((8, 6), "mma"), ((9, 0), "wgmma"), (None, "mma")]
+    ("capability", "found"),
+    [
+        ((8, 6), "mma"),
+        ((9, 0), "wgmma"),
+        ((10, 0), "mma"),
+        ((12, 0), "mma"),
+        (None, "mma"),
+    ],
 )
 def test_products_by_generation(monkeypatch, capability, found):
     monkeypatch.setattr(backend, "capability", lambda: capability)

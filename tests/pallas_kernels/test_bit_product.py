@@ -63,6 +63,15 @@ def test_the_kernel_gives_the_references_bits(sizes):
     np.testing.assert_array_equal(got, product(*arguments))
 
 
+@needs_kernels
+def test_a_dtype_may_be_given_by_name():
+    arguments = operands(3, 32, 16)
+
+    y = product(*arguments, dtype="bfloat16", implementation="pallas")
+
+    np.testing.assert_array_equal(y, product(*arguments))
+
+
 @pytest.mark.usefixtures("products")
 @needs_kernels
 def test_a_bad_row_spoils_itself_only():
@@ -114,10 +123,12 @@ X, W, SCALES = operands(4, 8, 6)
         (X.astype(np.int32), W, {}, "x_codes: got dtype int32; expected int8 codes"),
         (X, W, {"x_scale": np.ones(4, np.float32)}, r"x_scale: got shape \(4,\)"),
         (X, W, {"w_scale": np.float16(1)}, "w_scale: got dtype float16"),
+        (X, W, {"w_scale": 0.5}, "w_scale: got a float; expected an array"),
+        (X, W, {"dtype": jnp.int32}, "dtype: got int32; expected a floating"),
     ],
 )
 def test_what_does_not_fit_is_named(x, w, change, said):
     with pytest.raises(ValueError, match=said):
         bit_product(
-            jnp.asarray(x), jnp.asarray(w), **(SCALES | change), dtype=jnp.float32
+            jnp.asarray(x), jnp.asarray(w), **({"dtype": jnp.float32} | SCALES | change)
         )

@@ -73,6 +73,9 @@ A, B = jnp.zeros((4, 32)), jnp.zeros((32, 8))
             "got 7 bytes a row; expected at least 8",
         ),
         ((A, B), {"scale": jnp.ones(1)}, r"scale: got shape \(1,\)"),
+        ((A, B), {"scale": 2.0}, "out_prod: scale: got a float; expected an array"),
+        ((A, B), {"tail": (A[:, 0], B[0])}, r"tail\[0\]: got shape \(4,\)"),
+        ((A, B), {"tail": (A[:, :0], B.T[:, :0])}, r"tail\[0\]: got shape \(4, 0\)"),
         ((A, B), {"tail": (A[:, :2], B[:, :2])}, r"tail\[1\]: got shape \(32, 2\)"),
         (
             (A, B),

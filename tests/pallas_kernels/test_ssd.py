@@ -8,7 +8,8 @@ import ssd_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import ssd, ssd_step
+from pallas_kernels import backend, ssd, ssd_step
+from pallas_kernels.ssd import refusals
 from pallas_kernels.ssd.shapes import SHAPES
 
 FLOAT32 = {"all": 3e-6, "dA": 5e-6}
@@ -228,6 +229,9 @@ def test_any_values_equal_the_recurrence(case, largest_dt, seed):
         ({"x": np.ones((1, 0, 4, 3))}, "ssd: x: got shape"),
         ({"dt": jnp.ones((1, 4, 4), jnp.bfloat16)}, "ssd: dt: got dtype bfloat16"),
         ({"chunk_size": 0}, "ssd: chunk_size: got 0"),
+        ({"chunk_size": 64.5}, r"ssd: chunk_size: got 64\.5; expected a whole"),
+        ({"chunk_size": "64"}, "ssd: chunk_size: got '64'; expected a whole"),
+        ({"A": [1.0]}, "ssd: A: got a list; expected an array"),
         ({"implementation": "triton"}, "ssd: implementation: got 'triton'"),
     ],
 )
@@ -235,11 +239,37 @@ def test_mistakes_are_named(change, message):
     shape = (1, 4, 4, 3, 2, 8)
     inputs = cases.cast(cases.make_inputs(shape), np.float32)
     change = {
-        k: v if isinstance(v, int | str | jax.Array) else jnp.asarray(v)
-        for k, v in change.items()
+        k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in change.items()
     }
     with pytest.raises(ValueError, match=message):
         ssd(**{**inputs, "chunk_size": 4, **change})
+
+
+@pytest.mark.parametrize(
+    ("capability", "n", "dtypes", "refused"),
+    [
+        ((12, 0), 128, "float32 float32", True),
+        ((12, 0), 128, "bfloat16 float32", True),
+        ((12, 0), 128, "bfloat16 bfloat16", False),
+        ((12, 0), 112, "float32 float32", False),
+        ((8, 6), 128, "float32 float32", False),
+        ((9, 0), 128, "float32 float32", False),
+        (None, 128, "float32 float32", False),
+    ],
+)
+def test_what_the_shared_memory_of_sm_120_has_no_room_for_is_named(
+    monkeypatch, capability, n, dtypes, refused
+):
+    monkeypatch.setattr(backend, "capability", lambda: capability)
+    of_x, of_maps = dtypes.split()
+    wide = jnp.zeros((1, 1, 1, n))
+    maps = wide.astype(of_maps)
+
+    said = refusals.refusal(wide.astype(of_x), wide, wide, maps, maps, wide)
+
+    expected = f"got d_state {n} with float32 operands; expected at most 112"
+    assert (expected in (said or "")) == refused
+    assert (said is None) != refused
 
 
 def test_pallas_says_what_is_missing():

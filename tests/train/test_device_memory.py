@@ -1,6 +1,8 @@
 """How much of a device a run may use, and what is told where that is too little."""
 
 import dataclasses
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -21,6 +23,15 @@ def test_most_of_a_gpu_is_claimed_unless_the_user_says_how_much(mine):
     device_memory.claim_gpu(environment)
 
     assert environment == (mine or {"XLA_CLIENT_MEM_FRACTION": device_memory.SHARE})
+
+
+def test_jaxs_share_of_a_card_of_12_gb_holds_the_goal_of_full_training():
+    targets = Path(__file__).parents[2] / "scripts" / "gpu_targets"
+    text = (targets / "rtx3060.txtpb").read_text("utf-8")
+
+    size = int(re.search(r"device_memory_size: (\d+)", text)[1])
+
+    assert 11.0 <= float(device_memory.SHARE) * size / 2**30 < 11.2
 
 
 def test_the_budget_goes_before_the_device(monkeypatch):
