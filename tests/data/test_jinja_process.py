@@ -14,6 +14,8 @@ from bitmamba.data.chat import load_template
 from bitmamba.data.example import Message, Refused
 from bitmamba.io.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.newest
+
 PAIR = [Message("user", "q"), Message("assistant", "a")]
 ANSWER = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
 ANSWER += "{% if add_generation_prompt %}assistant{% endif %}"

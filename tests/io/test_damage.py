@@ -9,6 +9,8 @@ from bitmamba.io import steps
 from bitmamba.io.checkpoint import Checkpointer, load_params
 from bitmamba.io.runs import load_run
 
+pytestmark = pytest.mark.newest
+
 
 def flip(data: bytes) -> bytes:
     middle = len(data) // 2

@@ -15,6 +15,8 @@ from bitmamba.io.steps import retire
 from bitmamba.io.workdir import check_links
 from bitmamba.io.writer import MetricsWriter
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.fixture
 def step(open_checkpointer, toy):

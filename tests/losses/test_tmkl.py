@@ -12,6 +12,8 @@ from kl_reference import LOWEST, logits_case, reference
 
 from bitmamba.losses import tmkl_loss_and_gradient
 
+pytestmark = pytest.mark.newest
+
 DIRECTIONS = ("forward", "reverse")
 ln = np.log
 

@@ -19,6 +19,8 @@ from bitmamba.models import (
     param_shapes,
 )
 
+pytestmark = pytest.mark.newest
+
 HYBRID = "MB*-"
 LENGTH = 20
 CUTS = (0, 5, 8, 13, LENGTH)

@@ -12,6 +12,8 @@ from bitmamba.config import AdafactorConfig, OptimConfig
 from bitmamba.optim import make_optimizer
 from bitmamba.optim.adafactor import AdafactorState, at_floor, scale_by_adafactor
 
+pytestmark = pytest.mark.newest
+
 CASES = ["matrix", "tall", "vector", "scalar", "conv", "batch", "zeros", "late"]
 ZERO_GRADIENTS = {"matrix", "vector", "conv", "late"}
 STEPS = 5

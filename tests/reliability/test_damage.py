@@ -15,6 +15,8 @@ from bitmamba.train import build, restore
 from bitmamba.train.start import read_config, read_data
 from configs import sft
 
+pytestmark = pytest.mark.newest
+
 # Head only, so that there are frozen parameters too, which all steps share.
 SMALL = {
     "model.layers": "M",

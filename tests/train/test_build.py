@@ -13,6 +13,8 @@ from bitmamba import paths
 from bitmamba.config import Config, DataConfig, MLPConfig, ModelConfig, TrainConfig
 from bitmamba.train import build, restore
 
+pytestmark = pytest.mark.newest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -23,6 +23,8 @@ from bitmamba.train.state import init_state
 from bitmamba.train.step import TokenLoss, make_train_step
 from bitmamba.types import Batch
 
+pytestmark = pytest.mark.newest
+
 RULE = SpikeRule(sigmas=6.0, rise=0.5)
 
 

@@ -114,6 +114,7 @@ def test_a_run_is_the_base_and_its_adapters_together(unbroken, base):
     assert np.abs(logits - base_logits).max() > 1e-4
 
 
+@pytest.mark.newest
 def test_a_stop_and_the_rest_are_bit_equal_to_all_at_once(unbroken, base, tmp_path):
     config = adapters(tmp_path / "run", base)
     data = read_data(config)
@@ -138,6 +139,7 @@ def test_a_stop_and_the_rest_are_bit_equal_to_all_at_once(unbroken, base, tmp_pa
     assert meta["digests"] == expected["digests"]
 
 
+@pytest.mark.newest
 def test_adapters_are_refused_by_another_base(unbroken, base, tmp_path):
     moved, changed = base.with_name("moved"), tmp_path / "base"
     shutil.copytree(unbroken, moved)
@@ -198,6 +200,7 @@ def test_full_training_that_compares_with_its_start_is_refused_another(tmp_path)
         run(settings(workdir, sft.get_config, **changes))
 
 
+@pytest.mark.newest
 def test_coverage_is_shown_first_and_an_adapter_cut_off_from_the_loss_is_named(
     tmp_path, capsys
 ):

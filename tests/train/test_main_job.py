@@ -110,6 +110,7 @@ def test_the_run_leaves_what_the_contract_promises(unbroken):
         assert phrase in shown
 
 
+@pytest.mark.newest
 def test_a_kill_a_sigterm_and_the_rest_are_bit_equal_to_all_at_once(base, unbroken):
     # B041, B042, B044, B059: the same parameters and optimiser state, bit for bit.
     workdir = base / "broken"

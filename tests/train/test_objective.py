@@ -19,6 +19,8 @@ from bitmamba.train import build
 from bitmamba.train.objective import Frozen, make_loss_fn
 from bitmamba.types import Batch
 
+pytestmark = pytest.mark.newest
+
 V, L = 13, 7
 
 

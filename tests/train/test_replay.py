@@ -66,6 +66,7 @@ def set_to(path, at, value):
     return edit
 
 
+@pytest.mark.once
 def test_a_healthy_step_has_nothing_to_find(config, data):
     assert replay.replay(make(config, data)) is None
 
