@@ -40,7 +40,9 @@ def chunked(users_level):
     return cases.compile_chunked(users_level)
 
 
-def compare(inputs, cotangents, ids, chunked=cases.chunked, dtype=jnp.float32):
+def assert_true_to_float64(
+    inputs, cotangents, ids, chunked=cases.chunked, dtype=jnp.float32
+):
     """The kernels' outputs and gradients, after they were compared with the truth."""
     got = cases.by_kernels(inputs, cotangents, ids, chunked)
     # What float32 cannot hold is zero.
@@ -67,7 +69,7 @@ def test_equal_the_recurrence(shape, stretch, skip, dtype, lengths, monkeypatch)
     ids = lengths and cases.segments(*lengths)
 
     with mosaic.races_raise():
-        got = compare(inputs, cotangents, ids, dtype=dtype)
+        got = assert_true_to_float64(inputs, cotangents, ids, dtype=dtype)
 
     assert got["y"].dtype == got["dx"].dtype == got["dB"].dtype == dtype
     assert got["final_state"].dtype == got["dinitial_state"].dtype == jnp.float32
@@ -82,7 +84,7 @@ def test_equal_the_recurrence(shape, stretch, skip, dtype, lengths, monkeypatch)
 def test_extreme_step_sizes(dt, A, chunked):
     inputs, cotangents = cases.make_rounded(SHAPE, jnp.float32, dt=dt, A=A)
 
-    compare(inputs, cotangents, cases.segments(21), chunked)
+    assert_true_to_float64(inputs, cotangents, cases.segments(21), chunked)
 
 
 def test_one_huge_step_does_not_blur_its_neighbours(chunked):
@@ -91,7 +93,7 @@ def test_one_huge_step_does_not_blur_its_neighbours(chunked):
     inputs["dt"][0, ::5] = 0
 
     inputs, cotangents = cases.cast(inputs, np.float32), cases.make_cotangents(SHAPE)
-    compare(inputs, cotangents, cases.segments(21), chunked)
+    assert_true_to_float64(inputs, cotangents, cases.segments(21), chunked)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_one_huge_step_does_not_blur_its_neighbours(chunked):
 def test_boundaries_anywhere(cuts, chunked):
     inputs, cotangents = cases.make_rounded(SHAPE, jnp.float32)
 
-    compare(inputs, cotangents, cases.cut(21, cuts), chunked)
+    assert_true_to_float64(inputs, cotangents, cases.cut(21, cuts), chunked)
 
 
 def test_recomputed_states_give_the_same_bits_every_time(chunked, users_level):
@@ -136,7 +138,7 @@ def test_rows_in_pieces(monkeypatch):
     monkeypatch.setattr(vjp, "STRETCH", 1)
     inputs, cotangents = cases.make_rounded((1, 12, 1, 256, 1, 1), jnp.float32)
 
-    compare(inputs, cotangents, cases.segments(3, 6, 3))
+    assert_true_to_float64(inputs, cotangents, cases.segments(3, 6, 3))
 
 
 @pytest.mark.parametrize(
